@@ -111,17 +111,26 @@ def environment_of(peer: Peer, venvs: Path) -> Path:
 
 def _output(command: Sequence[object], timeout: float) -> str:
     """Standard output of a command in the repository. Raises `CannotRun` with the reason of a failure."""
-    variables = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    variables["PYTHONPATH"] = str(ROOT)
     try:
         done = subprocess.run(
-            [str(part) for part in command], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=timeout
+            [str(part) for part in command],
+            cwd=ROOT,
+            env=environment_variables(),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
         )
     except subprocess.TimeoutExpired as error:
         raise CannotRun(f"no result after {timeout:.0f} s") from error
     if done.returncode:
         raise CannotRun(reason_of(done.stderr))
     return done.stdout
+
+
+def environment_variables() -> dict[str, str]:
+    """Those of a system's process."""
+    variables = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    return variables | {"PYTHONPATH": str(ROOT)}
 
 
 def reason_of(errors: str) -> str:
@@ -154,13 +163,14 @@ def check(peer: Peer, interpreter: Path, workload: str, timeout: float) -> float
         with np.load(file) as saved:
             model = [saved[name] for name in saved.files]
     work = WORKLOADS[workload].for_check()
-    return distance(model, plain_round(work), first_model(work))
+    first = first_model(work)
+    return distance(model, plain_round(work, first), first)
 
 
-def plain_round(work: Workload) -> list[np.ndarray]:
+def plain_round(work: Workload, start: Sequence[np.ndarray]) -> list[np.ndarray]:
     """The global model after one round of the plain loop: one client after another in this process."""
     x, y = (torch.from_numpy(array) for array in samples_by_client(work))
-    first, module = [torch.from_numpy(array) for array in first_model(work)], module_of(work)
+    first, module = [torch.from_numpy(array) for array in start], module_of(work)
     params, total = list(module.parameters()), [torch.zeros_like(tensor) for tensor in first]
     for x_i, y_i in zip(x, y):
         load(params, first)
@@ -296,13 +306,13 @@ def _pinned(peer: Peer) -> str:
     return ", ".join(line for line in peer.requirements.read_text().split("\n") if line and not line.startswith("#"))
 
 
-def with_section(page: str, section: str) -> str:
-    """The page with its measured part replaced. Raises ValueError where it has no such part."""
-    before, begin, rest = page.partition(BEGIN)
+def with_section(page: str, section: str, begin: str = BEGIN) -> str:
+    """The page with its measured part replaced, which follows `begin`. Raises ValueError where it has no such part."""
+    before, found, rest = page.partition(begin)
     _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the page has no part between {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n\n{section}\n\n{END}{after}"
+    if not found or not end:
+        raise ValueError(f"the page has no part between {begin} and {END}")
+    return f"{before}{begin}\n\n{section}\n\n{END}{after}"
 
 
 def main() -> None:

@@ -52,6 +52,26 @@ WORKLOADS = {
 }
 
 
+# the networks of `python -m jobs.benchmarks modules`, by description
+OWN_MODULES = {
+    work.description: work
+    for work in (
+        Workload("MLP 784-200-10", "mlp", {"hidden": 200}, 10, 10, 600, 10, 1),
+        Workload("MLP with dropout", "dropout_mlp", {}, 10, 10, 600, 32, 1),
+        Workload("MLP with F.dropout", "dropout_mlp", {"functional": True}, 10, 10, 600, 32, 1),
+        Workload("CNN with dropout", "small_cnn", {"channels": 1, "side": 28, "dropout": True}, 62, 5, 100, 20, 1),
+        Workload("ResNet-8 with GroupNorm", "resnet8", {}, 10, 5, 200, 32, 1),
+        Workload("ResNet-8, 3x32x32", "resnet8", {"channels": 3}, 10, 5, 200, 32, 1, input=(3, 32, 32)),
+        Workload("LSTM", "lstm", {}, 10, 10, 300, 32, 1),
+        Workload("Transformer", "transformer", {"dropout": 0.0}, 10, 5, 200, 32, 1),
+        Workload("Transformer with dropout", "transformer", {"dropout": 0.1}, 10, 5, 200, 32, 1),
+        Workload("ViT, 3x32x32", "vit", {}, 10, 5, 200, 32, 1, input=(3, 32, 32)),
+        Workload("GPT-like, 64 tokens of 80", "gpt", {}, 80, 5, 100, 10, 1, tokens=64),
+        Workload("Mixer, 3x32x32", "mixer", {}, 10, 5, 200, 32, 1, input=(3, 32, 32)),
+    )
+}
+
+
 def samples_of(work: Workload) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Random inputs (uint8; tokens int64), labels and client ids of all samples."""
     draw = np.random.default_rng(0)
@@ -67,10 +87,13 @@ def samples_of(work: Workload) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def samples_by_client(work: Workload) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs float32 (clients, samples, 1, 28, 28) in [0, 1], and labels int64 (clients, samples)."""
+    """Inputs float32 (clients, samples, C, H, W) in [0, 1], and labels int64 (clients, samples).
+
+    Of tokens, both are int64 (clients, samples, tokens).
+    """
     x, y, _ = samples_of(work)
-    x = (x / np.float32(255)).reshape(work.clients, work.samples, *INPUT)
-    return x, y.reshape(work.clients, work.samples)
+    x = x if work.tokens else x / np.float32(255)
+    return x.reshape(work.clients, work.samples, *x.shape[1:]), y.reshape(work.clients, work.samples, *y.shape[1:])
 
 
 def shapes_of(work: Workload) -> list[tuple[int, ...]]:

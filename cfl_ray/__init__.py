@@ -11,9 +11,10 @@ from cfl_ray.system.imports import lazy_names
 if TYPE_CHECKING:
     from cfl_ray.config import Experiment, load
     from cfl_ray.config.study import Study, load_study
-    from cfl_ray.core.clients import ClientProgram, ClientState, LocalTraining, Mixture, Proximal, UpdateFeatures
+    from cfl_ray.core.clients import ClientProgram, ClientState, LocalTraining, Proximal, UpdateFeatures
     from cfl_ray.core.method import Method, option
     from cfl_ray.core.metrics import Metric
+    from cfl_ray.core.mixtures import Mixture
     from cfl_ray.core.serving import Serving
     from cfl_ray.core.state import State
     from cfl_ray.core.tasks import Task
@@ -70,13 +71,13 @@ _MODULES = {  # the modules of the names above, imported on first use: `cfl-ray 
         "ClientProgram",
         "ClientState",
         "LocalTraining",
-        "Mixture",
         "Proximal",
         "UpdateFeatures",
     ),
     "cfl_ray.errors": ("ConfigError", "UserError"),
     "cfl_ray.core.method": ("Method", "option"),
     "cfl_ray.core.metrics": ("Metric",),
+    "cfl_ray.core.mixtures": ("Mixture",),
     "cfl_ray.core.serving": ("Serving",),
     "cfl_ray.core.state": ("State",),
     "cfl_ray.core.tasks": ("Task",),

@@ -4,7 +4,7 @@
     python -m jobs.field --at-once 1      on one core
     python -m jobs.field --write          writes the page of the runs that are finished
 
-It writes docs/results/field.csv, and from it docs/field.md and the ranks of docs/choosing.md.
+It writes docs/results/field.csv and field_clients.csv, and from them docs/field.md and the ranks of docs/choosing.md.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def write(folder: Path) -> None:
     """Writes the figures of the finished runs, and the pages that are made from them."""
     load = f"load average {os.getloadavg()[0]:.0f}"
     line = f"{machine()}; PyTorch {torch.__version__}; {load}; {datetime.date.today()}."
-    field.write_figures(field.figures(folder), line)
+    field.write_figures(*field.figures(folder), line)
     for page, text in heterogeneity.pages().items():
         page.write_text(text)
         print(f"wrote {page}")

@@ -1,14 +1,15 @@
 """Small federations whose answer is known, and a stage on which a method plays rounds without a server."""
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from cfl_ray.config.attack import ATTACK_KINDS
 from cfl_ray.core.aggregation.rules import AggregationRule, Mean
 from cfl_ray.core.backend import Backend, ClientStateKey
 from cfl_ray.core.clients import Clients, RoundStats
@@ -22,15 +23,32 @@ from cfl_ray.core.tasks import CLASSIFICATION, Task
 from cfl_ray.data import Federation, federation_from_arrays
 from cfl_ray.data.replay import distinct_rounds
 from cfl_ray.data.synthetic import SyntheticFederation
+from cfl_ray.engine.attack import Attack, OwnAttack
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.engine.worker import Worker
 from cfl_ray.nn.network import Network
 from cfl_ray.setup.setup import Setup
 
 
-def planted(clients: int = 8, groups: int = 2, samples: int = 200, seed: int = 0) -> SyntheticFederation:
+class Planted(SyntheticFederation):
+    """4x4 images of 4 kinds, drawn once for all tests of a process, of which many have the same federation."""
+
+    def __init__(self, clients: int, groups: int, samples: int, seed: int):
+        super().__init__(clients, input=(1, 4, 4), classes=4, groups=groups, samples=samples, seed=seed)
+
+    def train(self, client: int) -> tuple[Tensor, Tensor]:
+        return _drawn(self._groups, self._samples, self._seed, client)
+
+
+@cache
+def _drawn(groups: int, samples: int, seed: int, client: int) -> tuple[Tensor, Tensor]:
+    federation = SyntheticFederation(client + 1, input=(1, 4, 4), classes=4, groups=groups, samples=samples, seed=seed)
+    return federation.train(client)
+
+
+def planted(clients: int = 8, groups: int = 2, samples: int = 200, seed: int = 0) -> Planted:
     """Clients of group i mod `groups`. Groups see the same 4x4 images of 4 kinds and disagree about every label."""
-    return SyntheticFederation(clients, input=(1, 4, 4), classes=4, groups=groups, samples=samples, seed=seed)
+    return Planted(clients, groups, samples, seed)
 
 
 def linear() -> nn.Module:
@@ -48,11 +66,11 @@ def uneven(sizes: Sequence[int], shape: tuple[int, ...] = (6,), classes: int = 3
     return federation_from_arrays(x, y, owner, x_test=x_test, y_test=y_test, test_clients=tester, num_classes=classes)
 
 
-class Spoiled(SyntheticFederation):
+class Spoiled(Planted):
     """A planted federation in which the training samples of the clients `spoiled` are NaN."""
 
     def __init__(self, spoiled: Sequence[int], clients: int = 8, groups: int = 2, samples: int = 200):
-        super().__init__(clients, input=(1, 4, 4), classes=4, groups=groups, samples=samples)
+        super().__init__(clients, groups, samples, 0)
         self.spoiled = set(spoiled)
 
     def data_version(self, client: int) -> Hashable:
@@ -138,3 +156,12 @@ class Stage:
             clients = replace(self.clients(ids, number), aggregation=method.aggregation_rule)
             state = method.round(state, clients, Draws(self.seed, number))
         return state
+
+
+def attack_of(kind: Any, clients: Iterable[int], from_round: int = 1, **amounts: float) -> Attack:
+    """The attack of a kind of the config, or a plugin; amounts that the kind does not have are ignored."""
+    if not isinstance(kind, str):
+        return Attack(OwnAttack(kind), frozenset(clients), from_round)
+    code = ATTACK_KINDS.builtin[kind].load()
+    names = [item.name for item in fields(code)]
+    return Attack(code(**{k: v for k, v in amounts.items() if k in names}), frozenset(clients), from_round)

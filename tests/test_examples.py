@@ -27,7 +27,8 @@ def folder(tmp_path, monkeypatch):
 
 
 def accuracies(name: str, *overrides: str) -> dict[str, float]:
-    results = simulate(load(EXAMPLES / name, ["tracking.enabled=false", *overrides]))
+    """Of the last round, the only one that is evaluated."""
+    results = simulate(load(EXAMPLES / name, ["tracking.enabled=false", "evaluation.every=100", *overrides]))
     return {method: result.final["accuracy"] for method, result in results.methods.items()}
 
 
@@ -51,7 +52,7 @@ def test_every_example_is_run_below():
 
 
 def test_privacy_stays_within_its_budget():
-    results = simulate(load(EXAMPLES / "privacy.yaml", ["tracking.enabled=false", "evaluation.every=5"]))
+    results = simulate(load(EXAMPLES / "privacy.yaml", ["tracking.enabled=false", "evaluation.every=10"]))
     for result in results.methods.values():
         assert 7.9 < result.final["epsilon"] <= 8 and result.final["accuracy"] > 0.2, "a guess is right in 0.1"
 
@@ -119,7 +120,11 @@ def test_a_loss_and_a_metric_of_ones_own():
 
 
 def test_own_parts_of_learning():
-    results = simulate(load(EXAMPLES / "learning.yaml", ["tracking.enabled=false", "runtime.engine=vectorised"]))
+    results = simulate(
+        load(
+            EXAMPLES / "learning.yaml", ["tracking.enabled=false", "evaluation.every=100", "runtime.engine=vectorised"]
+        )
+    )
     assert len(results.methods) == 3
     for label, result in results.methods.items():
         assert result.final["accuracy"] > 0.7 and 0.5 < result.final["f1_of_class_3"] <= 1, (label, result.final)

@@ -31,6 +31,11 @@ def load(params: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         p.copy_(value)
 
 
+def mean_loss(outputs: Tensor, y: Tensor) -> Tensor:
+    """The mean cross entropy of logits (B, C), or (B, T, C) for tokens (B, T)."""
+    return cross_entropy(outputs.mT if y.ndim == 2 else outputs, y)
+
+
 def train_client(module: nn.Module, params: list[nn.Parameter], x: Tensor, y: Tensor, work: Workload) -> None:
     """Local training of one client from the module's present parameters."""
     optimiser = torch.optim.SGD(params, lr=work.lr)
@@ -41,7 +46,7 @@ def train_client(module: nn.Module, params: list[nn.Parameter], x: Tensor, y: Te
             batch_B = slice(at, at + batch) if order is None else order[at : at + batch]
             x_B, y_B = x[batch_B], y[batch_B]
             optimiser.zero_grad(set_to_none=True)
-            cross_entropy(module(x_B), y_B).backward()
+            mean_loss(module(x_B), y_B).backward()
             optimiser.step()
 
 

@@ -11,10 +11,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import numpy as np
 
 from benchmarks.peers.common import CORES, Trained, run
 from benchmarks.workloads import Workload, first_model, samples_by_client
+
+_MOST = 1_000_000  # rounds, of which a callback ends the training earlier
 
 
 def train(work: Workload, rounds: int) -> Trained:
@@ -36,6 +41,25 @@ def train(work: Workload, rounds: int) -> Trained:
 
 def _worker(order: Path, result: Path) -> None:
     """Trains in one of the processes; that of rank 0 writes the result."""
+    from pfl.internal.ops import pytorch_ops
+
+    work, rounds = pickle.loads(order.read_bytes())
+    ends: list[float] = []
+
+    def next_round() -> bool:
+        ends.append(time.perf_counter())
+        return len(ends) <= rounds
+
+    model = federated_averaging(work, first_model(work), next_round)
+    if pytorch_ops.distributed.global_rank == 0:
+        seconds = [end - start for start, end in zip(ends, ends[1:])]
+        result.write_bytes(pickle.dumps(Trained(seconds, model)))
+
+
+def federated_averaging(
+    work: Workload, first: Sequence[np.ndarray], next_round: Callable[[], bool]
+) -> list[np.ndarray]:
+    """The model after all rounds. next_round: called before each; False ends the training."""
     import torch
     from pfl.aggregate.simulate import SimulatedBackend
     from pfl.aggregate.weighting import WeightByDatapoints
@@ -45,39 +69,34 @@ def _worker(order: Path, result: Path) -> None:
     from pfl.data.federated_dataset import FederatedDataset
     from pfl.data.sampling import get_user_sampler
     from pfl.hyperparam import NNEvalHyperParams, NNTrainHyperParams
-    from pfl.internal.ops import pytorch_ops
     from pfl.metrics import Metrics
     from pfl.model.pytorch import PyTorchModel
-    from torch.nn.functional import cross_entropy
 
-    from benchmarks.peers.bare import load, module_of
+    from benchmarks.peers.bare import load, mean_loss, module_of
 
     torch.set_num_threads(1)
-    work, rounds = pickle.loads(order.read_bytes())
     x, y = (torch.from_numpy(array) for array in samples_by_client(work))
     data = {user: [x[user], y[user]] for user in range(work.clients)}
     users = FederatedDataset.from_slices(data, get_user_sampler("minimize_reuse", list(data)))
     module = module_of(work)
     params = list(module.parameters())
-    load(params, [torch.from_numpy(array) for array in first_model(work)])
-    module.loss = lambda x_B, y_B: cross_entropy(module(x_B), y_B)
+    load(params, [torch.from_numpy(array) for array in first])
+    module.loss = lambda x_B, y_B: mean_loss(module(x_B), y_B)
     module.metrics = lambda *samples: {}
     model = PyTorchModel(module, torch.optim.SGD, torch.optim.SGD(params, lr=1.0))
-    ends = []
 
-    class Clock(TrainingProcessCallback):
+    class Rounds(TrainingProcessCallback):
         def on_train_begin(self, *, model):
-            ends.append(time.perf_counter())
+            next_round()
             return Metrics()
 
         def after_central_iteration(self, aggregate_metrics, model, *, central_iteration):
-            ends.append(time.perf_counter())
-            return False, Metrics()
+            return not next_round(), Metrics()
 
     FederatedAveraging().run(
         NNAlgorithmParams(
-            central_num_iterations=rounds,
-            evaluation_frequency=rounds + 1,
+            central_num_iterations=_MOST,
+            evaluation_frequency=_MOST + 1,
             train_cohort_size=work.clients,
             val_cohort_size=None,
         ),
@@ -87,12 +106,10 @@ def _worker(order: Path, result: Path) -> None:
             local_learning_rate=work.lr, local_num_epochs=work.epochs, local_batch_size=work.batch or work.samples
         ),
         NNEvalHyperParams(local_batch_size=None),
-        callbacks=[Clock()],
+        callbacks=[Rounds()],
         send_metrics_to_platform=False,
     )
-    if pytorch_ops.distributed.global_rank == 0:
-        seconds = [end - start for start, end in zip(ends, ends[1:])]
-        result.write_bytes(pickle.dumps(Trained(seconds, [p.detach().numpy() for p in params])))
+    return [p.detach().numpy() for p in params]
 
 
 if __name__ == "__main__":

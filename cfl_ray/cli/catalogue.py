@@ -19,6 +19,7 @@ from cfl_ray.config.partition import PARTITION_KINDS
 from cfl_ray.config.runtime import BACKENDS
 from cfl_ray.config.section import as_yaml
 from cfl_ray.config.shift import SHIFT_KINDS
+from cfl_ray.config.tracking import TRACKERS
 from cfl_ray.core.aggregation.rules import AGGREGATION
 from cfl_ray.core.method import RUN_OPTIONS, Method
 from cfl_ray.core.metrics import METRICS, Metric
@@ -31,7 +32,7 @@ from cfl_ray.methods import METHODS
 from cfl_ray.models import MODELS
 from cfl_ray.models.factory import CLASS_NAMES, INPUT_NAMES
 from cfl_ray.plugins.registry import Registry
-from cfl_ray.tracking import TRACKERS, Mlflow
+from cfl_ray.tracking import Mlflow
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class PartKind:
     def _parameters(self, part: Any) -> str:
         if isinstance(part, BuiltinKind):
             if part.section is None:
-                return ", ".join(part.keys)
+                return self._parameters(part.load()) if part.code else ", ".join(part.keys)
             of_all = set.intersection(*(set(kind.section.model_fields) for kind in self.registry.builtin.values()))
             return ", ".join(
                 name if info.is_required() else f"{name}: {as_yaml(info.get_default(call_default_factory=True))}"
@@ -105,8 +106,10 @@ class PartKind:
 
 
 def _first_line(part: Any) -> str:
-    if isinstance(part, BuiltinKind | Metric):
+    if isinstance(part, Metric):
         return part.meaning
+    if isinstance(part, BuiltinKind):
+        return part.meaning or _first_line(part.load())
     if isinstance(part, Task):
         measured = ", ".join(metric.name for metric in part.metrics)
         return f"loss {part.loss.__name__}, targets {part.targets}, metrics {measured}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cfl_ray.cli.console import out, say
+from cfl_ray.cli.console import out, say, warn
 from cfl_ray.cli.inputs import STDOUT, Code, RunDir, Trust, may_import
 from cfl_ray.errors import ConfigError, command
 
@@ -112,6 +112,10 @@ def table(
         str, typer.Option(help="ttest: paired t-test over seeds; wilcoxon: signed-rank test over clients.")
     ] = "ttest",
     correction: Annotated[str, typer.Option(help="none, or holm: Holm's correction over methods.")] = "none",
+    against: Annotated[
+        str | None,
+        typer.Option(help="The method against which the others are tested; default: the best.", show_default=False),
+    ] = None,
     p_values: Annotated[
         bool, typer.Option("--p-values", help="With --format latex: a column of p-values after each metric.")
     ] = False,
@@ -131,14 +135,14 @@ def table(
     """Print a table of the methods of some runs: mean and standard deviation over seeds.
 
     Runs that differ only in the seed form an experiment, as do the runs of a setting of a study. With a single
-    --metric, several experiments are columns, unless most methods lack most of them. p is the p-value of a test against
-    the best method: of a paired t-test, with three seeds or more, or of Wilcoxon's signed-rank test over clients. LaTeX
-    tables name the test.
+    --metric and without --against, several experiments are columns, unless most methods lack most of them. p is the
+    p-value of a test against the best method, or --against another: of a paired t-test, with three seeds or more, or of
+    Wilcoxon's signed-rank test over clients. LaTeX tables name the test.
 
     --classes and --confusion print tables of classes instead, of runs with evaluation.confusion: true.
     """
     from cfl_ray.results.class_tables import accuracy_tables, confusion_tables, recorded_classes
-    from cfl_ray.results.comparison import collected, of_best_trials, rounds_in_words
+    from cfl_ray.results.comparison import collected, of_best_trials, rounds_in_words, unfinished_in_words
     from cfl_ray.run_directory import RunDirectory
 
     metrics = metric or []
@@ -147,6 +151,8 @@ def table(
         raise ConfigError(f"--p-values is an option of --format latex, got --format {style}, which has the column p")
     if (classes and confusion) or ((classes or confusion) and metrics):
         raise ConfigError("--classes, --confusion and --metric are different tables; give one of them")
+    if against is not None and (style == "latex" or classes or confusion):
+        raise ConfigError("--against is of the column p of a table of metrics as md, csv or html")
     if p_values and (classes or confusion):
         raise ConfigError("--p-values is of a table of metrics, not of --classes or --confusion")
     if best_trials and len(run_dirs) > 1:
@@ -165,18 +171,21 @@ def table(
         run_metrics, scores, tried = of_best_trials(run_dirs[0], run_metrics, scores)
     of_trials = [f"{name}: {values}" for (_, name), values in tried.items()]
     best = "" if of_round == "last" else rounds_in_words(run_metrics)
+    unfinished = unfinished_in_words(scores.results)
+    if unfinished and (classes or confusion or style == "csv"):
+        warn(unfinished)
     if classes or confusion:
         tables = accuracy_tables if classes else confusion_tables
         print(tables(recorded_classes(scores.results, of_round), style))
     elif style == "latex":
         from cfl_ray.results.latex_table import latex_table
 
-        print("".join(f"% {line}\n" for line in of_trials), end="")
+        print("".join(f"% {line}\n" for line in [*of_trials, *filter(None, [unfinished])]), end="")
         print(latex_table(run_metrics, metrics, test, correction, scores, p_values, bool(best)))
     else:
-        notes = [f"Of {best}."] if best else []
+        notes = [*filter(None, [f"Of {best}." if best else "", unfinished])]
         notes += ["The best trial of each method: " + "; ".join(of_trials)] if of_trials else []
-        _print_table(run_metrics, scores, metrics, style, test, correction, notes)
+        _print_table(run_metrics, scores, metrics, style, test, correction, against, notes)
 
 
 def _check_tables(style: str, of_round: str, test: str, correction: str) -> None:
@@ -201,23 +210,24 @@ def _print_table(
     style: str,
     test: str,
     correction: str,
+    against: str | None,
     notes: list[str],
 ) -> None:
     """Prints the table of metrics in another format than LaTeX, and below it the notes, and one on the test."""
     from cfl_ray.results.comparison import by_experiment, chosen_metrics, format_table, is_dense, table_of, tests_of
     from cfl_ray.results.significance import tests_in_words
 
-    frame = table_of(run_metrics, metrics, test, correction, scores)
-    several = len(metrics) == 1 and frame["experiment"].nunique() > 1
+    frame = table_of(run_metrics, metrics, test, correction, scores, against)
+    several = len(metrics) == 1 and against is None and frame["experiment"].nunique() > 1
     if is_wide := several and style != "csv" and is_dense(run_metrics):
         frame = by_experiment(frame, str(frame.columns[3]))
     print(format_table(frame, style, test))
     if style == "csv":
         return
-    if (test, correction) != ("ttest", "none") and not is_wide:
+    if (test, correction, against) != ("ttest", "none", None) and not is_wide:
         first = chosen_metrics(run_metrics, metrics)[0]
-        tested = tests_of(run_metrics, first, test, correction, scores).values()
-        notes = [*notes, tests_in_words(test, correction, [*tested])]
+        tested = tests_of(run_metrics, first, test, correction, scores, against).values()
+        notes = [*notes, tests_in_words(test, correction, [*tested], against)]
     for note in notes:
         print(f"<p>{html.escape(note)}</p>" if style == "html" else f"\n{note}")
 

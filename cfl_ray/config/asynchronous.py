@@ -34,12 +34,13 @@ class PluginStalenessConfig(PluginConfig, StalenessConfig):
 STALENESS_KINDS = Kinds[StalenessConfig](
     "staleness",
     {
-        "constant": BuiltinKind("1", StalenessConfig),
-        "polynomial": BuiltinKind("(1 + tau)^-a", PolynomialConfig),
-        "hinge": BuiltinKind("1 up to b, then 1 / (a (tau - b) + 1)", HingeConfig),
+        "constant": BuiltinKind("1", StalenessConfig, "clock.from_config:constant_weights"),
+        "polynomial": BuiltinKind("(1 + tau)^-a", PolynomialConfig, "clock.from_config:polynomial_weights"),
+        "hinge": BuiltinKind("1 up to b, then 1 / (a (tau - b) + 1)", HingeConfig, "clock.from_config:hinge_weights"),
     },
     "cfl_ray.staleness",
     PluginStalenessConfig,
+    "clock.from_config:own_weights",
 )
 
 

@@ -1,6 +1,6 @@
 """The section `attack`: a class for the keys of each kind."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -12,6 +12,7 @@ from cfl_ray.config.section import ConfigSection
 class AttackConfig(ConfigSection):
     """Attacking clients: they train on wrong labels, or upload a model other than the trained one."""
 
+    needs_classes: ClassVar[bool] = False  # True: it changes labels that are classes
     kind: Any = Field("none", description="how they attack; w is the model that a client received, W the trained model")
 
 
@@ -33,6 +34,12 @@ class AttackersConfig(AttackConfig):
     from_round: int = Field(1, ge=1, description="first round of the attack, counted from 1")
 
 
+class LabelFlipConfig(AttackersConfig):
+    """Clients that train on wrong labels."""
+
+    needs_classes = True
+
+
 class ScaledConfig(AttackersConfig):
     """Clients that upload a multiple of their update."""
 
@@ -52,15 +59,18 @@ class PluginAttackConfig(PluginConfig, AttackersConfig):
 ATTACK_KINDS = Kinds[AttackConfig](
     "attack",
     {
-        "none": BuiltinKind("all clients are honest", AttackConfig),
-        "label_flip": BuiltinKind("y -> C - 1 - y", AttackersConfig),
-        "sign_flip": BuiltinKind("w - scale (W - w)", ScaledConfig),
-        "scaled": BuiltinKind("w + scale (W - w)", ScaledConfig),
-        "gaussian": BuiltinKind("w + sigma N(0, I)", GaussianConfig),
+        "none": BuiltinKind("all clients are honest", AttackConfig, "engine.attack:Forgery"),
+        "label_flip": BuiltinKind("y -> C - 1 - y", LabelFlipConfig, "engine.attack:LabelFlip"),
+        "sign_flip": BuiltinKind("w - scale (W - w)", ScaledConfig, "engine.attack:SignFlip"),
+        "scaled": BuiltinKind("w + scale (W - w)", ScaledConfig, "engine.attack:Scaled"),
+        "gaussian": BuiltinKind("w + sigma N(0, I)", GaussianConfig, "engine.attack:Gaussian"),
         "colluders": BuiltinKind(
-            "w + scale |W - w| u, with one direction u for all attackers of a round", ScaledConfig
+            "w + scale |W - w| u, with one direction u for all attackers of a round",
+            ScaledConfig,
+            "engine.attack:Colluders",
         ),
     },
     "cfl_ray.attacks",
     PluginAttackConfig,
+    "engine.attack:OwnAttack",
 )

@@ -93,11 +93,12 @@ CLOCK_KINDS = Kinds[ClockConfig](
     "clock",
     {
         "none": BuiltinKind("no virtual time", ClockConfig),
-        "constant": BuiltinKind("the same device for all clients", ConstantClockConfig),
-        "lognormal": BuiltinKind("log-normal speeds", LognormalClockConfig),
-        "classes": BuiltinKind("classes of devices with shares", ClassesClockConfig),
-        "trace": BuiltinKind("measured devices", TraceClockConfig),
+        "constant": BuiltinKind("the same device for all clients", ConstantClockConfig, "clock.from_config:constant"),
+        "lognormal": BuiltinKind("log-normal speeds", LognormalClockConfig, "clock.from_config:lognormal"),
+        "classes": BuiltinKind("classes of devices with shares", ClassesClockConfig, "clock.from_config:classes"),
+        "trace": BuiltinKind("measured devices", TraceClockConfig, "clock.from_config:measured"),
     },
     "cfl_ray.clocks",
     PluginClockConfig,
+    "clock.from_config:own",
 )

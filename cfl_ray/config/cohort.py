@@ -56,13 +56,14 @@ class PluginAvailabilityConfig(PluginConfig, AvailabilityConfig):
 AVAILABILITY_KINDS = Kinds[AvailabilityConfig](
     "availability",
     {
-        "always": BuiltinKind("every client in every round", AvailabilityConfig),
-        "bernoulli": BuiltinKind("the same chance in every round", BernoulliConfig),
-        "diurnal": BuiltinKind("day and night", DiurnalConfig),
-        "trace": BuiltinKind("recorded intervals", TraceConfig),
+        "always": BuiltinKind("every client in every round", AvailabilityConfig, "clock.from_config:always_online"),
+        "bernoulli": BuiltinKind("the same chance in every round", BernoulliConfig, "clock.from_config:bernoulli"),
+        "diurnal": BuiltinKind("day and night", DiurnalConfig, "clock.from_config:diurnal"),
+        "trace": BuiltinKind("recorded intervals", TraceConfig, "clock.from_config:recorded"),
     },
     "cfl_ray.availability",
     PluginAvailabilityConfig,
+    "clock.from_config:own_availability",
 )
 
 

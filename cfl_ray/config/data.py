@@ -110,6 +110,7 @@ class DataConfig(ConfigSection):
 
     has_tests: ClassVar[bool] = False  # True: the source always has a test part
     has_clients: ClassVar[bool] = False  # True: its samples belong to clients already
+    has_targets: ClassVar[bool] = False  # True: its targets may be of any kind, not classes alone
     has_validation_part: ClassVar[bool] = False  # True: of the source, which is read if `validation` is set
 
     source: Any = Field("digits", description="data set")
@@ -341,6 +342,7 @@ class ColumnsDataConfig(ImagesDataConfig):
 class CsvConfig(ColumnsDataConfig):
     """Tables of numbers."""
 
+    has_targets = True
     delimiter: Literal[",", ";", "\t", "|", " "] = Field(
         ",", description='what separates the columns of CSV files: , | ; | a tab, "\\t" | "|" | a space'
     )
@@ -359,6 +361,7 @@ class CsvConfig(ColumnsDataConfig):
 class HfDiskConfig(ColumnsDataConfig):
     """Tables whose inputs can be token ids."""
 
+    has_targets = True
     vocabulary: int | None = Field(
         None,
         ge=1,
@@ -407,29 +410,48 @@ class PluginDataConfig(LabelledDataConfig):
 SOURCE_KINDS = Kinds[DataConfig](
     "data set",
     {
-        "digits": BuiltinKind("1,797 images of digits, 8x8, which come with scikit-learn", OfficialDataConfig),
-        "mnist": BuiltinKind("MNIST of torchvision", OfficialDataConfig),
-        "fashion_mnist": BuiltinKind("Fashion-MNIST of torchvision", OfficialDataConfig),
-        "cifar10": BuiltinKind("CIFAR-10 of torchvision or Hugging Face", OfficialDataConfig),
-        "cifar100": BuiltinKind("CIFAR-100 of torchvision or Hugging Face", OfficialDataConfig),
-        "svhn": BuiltinKind("SVHN's cropped digits of torchvision or Hugging Face", OfficialDataConfig),
-        "medmnist": BuiltinKind("a 2-D data set of MedMNIST, e.g. pathmnist.npz", MedMnistConfig),
-        "images": BuiltinKind("images in parquet files", ColumnsDataConfig),
-        "image_folder": BuiltinKind("images in a folder per class", ImagesDataConfig),
-        "csv": BuiltinKind("tables of numbers, in CSV or Parquet files", CsvConfig),
-        "hf_disk": BuiltinKind("a Hugging Face data set after save_to_disk", HfDiskConfig),
-        "femnist": BuiltinKind("FEMNIST with its writers, as parquet files", ColumnsDataConfig),
-        "femnist_leaf": BuiltinKind("FEMNIST with its writers, as LEAF's JSON files", FilesDataConfig),
-        "shakespeare_leaf": BuiltinKind("LEAF's Shakespeare: the next of 80 characters", FilesDataConfig),
-        "sent140_leaf": BuiltinKind("LEAF's Sentiment140: tweets", Sent140LeafConfig),
-        "mnist_by_writer": BuiltinKind("MNIST with its writers", OfficialDataConfig),
-        "synthetic": BuiltinKind("generated samples", SyntheticConfig),
-        "sine": BuiltinKind("points below and above a sine, in two opposite concepts", GeneratedConfig),
-        "circle": BuiltinKind("points inside and outside of a circle, in two concepts", GeneratedConfig),
-        "sea": BuiltinKind("points with a small or a large sum and 10 % noise, in four concepts", GeneratedConfig),
-        "arrays": BuiltinKind("an .npz file with x, y and clients", ArraysConfig),
+        "digits": BuiltinKind(
+            "1,797 images of digits, 8x8, which come with scikit-learn", OfficialDataConfig, "data.sources:digits"
+        ),
+        "mnist": BuiltinKind("MNIST of torchvision", OfficialDataConfig, "data.sources:mnist"),
+        "fashion_mnist": BuiltinKind("Fashion-MNIST of torchvision", OfficialDataConfig, "data.sources:fashion_mnist"),
+        "cifar10": BuiltinKind("CIFAR-10 of torchvision or Hugging Face", OfficialDataConfig, "data.sources:cifar10"),
+        "cifar100": BuiltinKind(
+            "CIFAR-100 of torchvision or Hugging Face", OfficialDataConfig, "data.sources:cifar100"
+        ),
+        "svhn": BuiltinKind(
+            "SVHN's cropped digits of torchvision or Hugging Face", OfficialDataConfig, "data.sources:svhn"
+        ),
+        "medmnist": BuiltinKind(
+            "a 2-D data set of MedMNIST, e.g. pathmnist.npz", MedMnistConfig, "data.sources:medmnist"
+        ),
+        "images": BuiltinKind("images in parquet files", ColumnsDataConfig, "data.sources:images"),
+        "image_folder": BuiltinKind("images in a folder per class", ImagesDataConfig, "data.sources:image_folder"),
+        "csv": BuiltinKind("tables of numbers, in CSV or Parquet files", CsvConfig, "data.sources:csv"),
+        "hf_disk": BuiltinKind("a Hugging Face data set after save_to_disk", HfDiskConfig, "data.sources:hf_disk"),
+        "femnist": BuiltinKind("FEMNIST with its writers, as parquet files", ColumnsDataConfig, "data.sources:femnist"),
+        "femnist_leaf": BuiltinKind(
+            "FEMNIST with its writers, as LEAF's JSON files", FilesDataConfig, "data.sources:femnist_leaf"
+        ),
+        "shakespeare_leaf": BuiltinKind(
+            "LEAF's Shakespeare: the next of 80 characters", FilesDataConfig, "data.sources:shakespeare_leaf"
+        ),
+        "sent140_leaf": BuiltinKind("LEAF's Sentiment140: tweets", Sent140LeafConfig, "data.sources:sent140_leaf"),
+        "mnist_by_writer": BuiltinKind("MNIST with its writers", OfficialDataConfig, "data.sources:mnist_by_writer"),
+        "synthetic": BuiltinKind("generated samples", SyntheticConfig, "data.synthetic:SyntheticFederation"),
+        "sine": BuiltinKind(
+            "points below and above a sine, in two opposite concepts", GeneratedConfig, "data.synthetic:SINE"
+        ),
+        "circle": BuiltinKind(
+            "points inside and outside of a circle, in two concepts", GeneratedConfig, "data.synthetic:CIRCLE"
+        ),
+        "sea": BuiltinKind(
+            "points with a small or a large sum and 10 % noise, in four concepts", GeneratedConfig, "data.synthetic:SEA"
+        ),
+        "arrays": BuiltinKind("an .npz file with x, y and clients", ArraysConfig, "data.from_config:of_arrays"),
     },
     "cfl_ray.datasets",
     PluginDataConfig,
+    "data.from_config:load_function",
     key="source",
 )

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
 from operator import or_
-from typing import Annotated, Any, Generic, NamedTuple, TypeVar, cast
+from pkgutil import resolve_name
+from typing import Annotated, Any, Generic, TypeVar, cast
 
 from pydantic import Discriminator, Field, GetCoreSchemaHandler, Tag, TypeAdapter, field_serializer
 from pydantic.fields import FieldInfo
@@ -19,12 +20,19 @@ from cfl_ray.plugins.registry import Registry
 PLUGIN = "file.py:Name"  # stands for all kinds that are not of this package
 
 
-class BuiltinKind(NamedTuple):
-    """A part of this package: its meaning, and its section, or the keys that it uses if it has no section."""
+@dataclass(frozen=True)
+class BuiltinKind:
+    """The declaration of a part of this package: its only one, which a config can read without importing its code."""
 
-    meaning: str
-    section: Any = None  # a type of section
-    keys: tuple[str, ...] = ()
+    meaning: str = ""  # empty: the first line of its code's docstring
+    section: Any = None  # the type of its section; None: it has none
+    # "module:name" below cfl_ray of its function, class or object, imported on first use; empty: it needs none
+    code: str = ""
+    keys: tuple[str, ...] = ()  # that it uses if it has no section
+
+    def load(self) -> Any:
+        """Its code, imported now."""
+        return resolve_name(f"cfl_ray.{self.code}")
 
 
 def check_name(value: Any, part: str, builtin: Iterable[str], group: str) -> None:
@@ -67,6 +75,7 @@ class Kinds(Registry[Any], Generic[Section]):
     """
 
     plugin: type[Section]
+    plugin_code: str = ""  # as `BuiltinKind.code`, of all plugins
     key: str = "kind"
 
     @property
@@ -77,7 +86,12 @@ class Kinds(Registry[Any], Generic[Section]):
     @property
     def all(self) -> dict[str, BuiltinKind]:
         """All kinds, plugins last."""
-        return {**self.builtin, PLUGIN: BuiltinKind((self.plugin.__doc__ or "").rstrip("."), self.plugin)}
+        meaning = (self.plugin.__doc__ or "").rstrip(".")
+        return {**self.builtin, PLUGIN: BuiltinKind(meaning, self.plugin, self.plugin_code)}
+
+    def code_of(self, section: Section) -> Any:
+        """The code of a section's kind, imported now, which makes of the section what a run uses."""
+        return self.all[self._tag(section)].load()
 
     def of(self, **values: Any) -> Section:
         """The section of these values. Raises pydantic's ValidationError."""

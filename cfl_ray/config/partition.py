@@ -31,6 +31,7 @@ class CutConfig(ConfigSection):
 class PartitionConfig(ConfigSection):
     """How the samples of a group are divided among its clients, and how many of them each client keeps."""
 
+    by_class: ClassVar[bool] = False  # True: it divides samples by their classes
     kind: Any = Field("iid", description="how samples are divided")
     clients: int | None = Field(
         40,
@@ -84,6 +85,7 @@ class LabelSkewConfig(PartitionConfig):
         description="number of true groups made by label skew: samples are divided among the groups, then inside each; "
         "null: directly among the clients",
     )
+    by_class = True
     key_of_groups: ClassVar[str]  # key of the division among groups
 
     @property
@@ -138,11 +140,12 @@ class PluginPartitionConfig(PluginConfig, PartitionConfig):
 PARTITION_KINDS = Kinds[PartitionConfig](
     "partition",
     {
-        "iid": BuiltinKind("at random, in equal or given sizes", IidConfig),
-        "dirichlet": BuiltinKind("label skew", DirichletConfig),
-        "classes": BuiltinKind("n classes per client", ClassesConfig),
-        "writer": BuiltinKind("one client per writer", PartitionConfig),
+        "iid": BuiltinKind("at random, in equal or given sizes", IidConfig, "data.partition:iid"),
+        "dirichlet": BuiltinKind("label skew", DirichletConfig, "data.partition:dirichlet"),
+        "classes": BuiltinKind("n classes per client", ClassesConfig, "data.partition:classes"),
+        "writer": BuiltinKind("one client per writer", PartitionConfig, "data.partition:writers"),
     },
     "cfl_ray.partitions",
     PluginPartitionConfig,
+    "data.partition:own",
 )

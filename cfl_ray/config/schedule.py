@@ -7,6 +7,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
 from cfl_ray.config.client_ids import compress_ids, parse_ids
 from cfl_ray.config.section import ConfigSection
+from cfl_ray.config.shift import SHIFT_KINDS, PixelsConfig
 from cfl_ray.errors import ConfigError
 
 
@@ -58,9 +59,6 @@ class GradualDriftConfig(ConfigSection):
 
 
 Drift = Annotated[RecurrentDriftConfig | IncrementalDriftConfig | GradualDriftConfig, Field(discriminator="kind")]
-
-
-DOMAINS = ("noise", "blur", "brightness")  # changes of all pixel values; each takes the place of an earlier one
 
 
 class DataChangeConfig(ConfigSection):
@@ -180,6 +178,14 @@ class DataChangeConfig(ConfigSection):
             ):
                 if positions:
                     yield round + past, change(positions)
+
+
+# shifts of all pixel values that a client's data can drift by; each takes the place of an earlier one
+DOMAINS = [
+    name
+    for name, kind in SHIFT_KINDS.builtin.items()
+    if issubclass(kind.section, PixelsConfig) and name in DataChangeConfig.model_fields
+]
 
 
 class EventConfig(ConfigSection):

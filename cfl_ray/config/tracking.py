@@ -1,13 +1,32 @@
 """The section `tracking`."""
 
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass
+from typing import Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from cfl_ray.config.part import check_name
+from cfl_ray.config.part import BuiltinKind, check_name
 from cfl_ray.config.section import ConfigSection
+from cfl_ray.plugins.registry import Registry
 
-TRACKERS = ("mlflow", "csv", "tensorboard", "wandb")  # names of the classes of `tracking`
+
+@dataclass(frozen=True)
+class TrackerKind(BuiltinKind):
+    """A tracker: a class with the methods open, log and close."""
+
+    elsewhere: bool = False  # whether it may write outside the run directory and the places of other keys
+
+
+TRACKERS = Registry[Any](
+    "tracker",
+    {
+        "mlflow": TrackerKind(code="tracking:Mlflow"),
+        "csv": TrackerKind(code="tracking.trackers:CsvFile"),
+        "tensorboard": TrackerKind(code="tracking.trackers:Tensorboard"),
+        "wandb": TrackerKind(code="tracking.trackers:Wandb", elsewhere=True),
+    },
+    "cfl_ray.trackers",
+)
 
 
 class TrackingConfig(ConfigSection):
@@ -45,8 +64,6 @@ class TrackingConfig(ConfigSection):
         "path/to/file.py:Class; with options, e.g. {tensorboard: {folder: tb}}",
     )
 
-    trackers_group: ClassVar[str] = "cfl_ray.trackers"
-
     @property
     def uses_mlflow(self) -> bool:
         """Whether records go to MLflow."""
@@ -69,5 +86,5 @@ class TrackingConfig(ConfigSection):
             name, options = next(iter(entry.items())) if isinstance(entry, dict) else (entry, {})
             if name == "mlflow" and options:
                 raise ValueError("mlflow takes no options; its keys are tracking.uri, experiment and log_models")
-            check_name(name, "tracker", TRACKERS, cls.trackers_group)
+            check_name(name, TRACKERS.kind, TRACKERS.builtin, TRACKERS.group)
         return entries

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cfl_ray.core.clients import ClientData
-from cfl_ray.core.params import ParamSpec
+from cfl_ray.core.params import ParamSpec, layer_name
 from cfl_ray.core.state import SeenState
 
 
@@ -28,7 +28,13 @@ class Classifier:
         shape_of = dict(zip(spec.names, spec.shapes, strict=True))
         shape = shape_of.get(_tensor(layer, "weight"), ())
         if len(shape) != 2:
-            raise ValueError(f"the last layer {layer!r} must be linear, with a weight (C, F); its shape is {shape}")
+            own = f"the shape of its weight is {shape}" if shape else "it has no weight"
+            raise ValueError(f"the last layer {layer_name(layer)} must be linear, with a weight (C, F); {own}")
+        if layer in spec.not_linear:
+            raise ValueError(
+                f"the last layer {layer_name(layer)} must be linear, with a weight (C, F); its weight {shape} is a "
+                "matrix, but its outputs are not its inputs times the transposed weight, plus the bias: use nn.Linear"
+            )
         return cls(spec, *shape, _tensor(layer, "bias") in shape_of)
 
     def _views(self, models_XP: Tensor) -> list[Tensor]:

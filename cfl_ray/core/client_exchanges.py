@@ -110,7 +110,7 @@ class ClientExchanges:
 
         Raises TypeError if `how` is no LocalTraining.
         """
-        _require_local_training(how)
+        require_local_training(how)
         if how.program.trace:
             self.require_readable("the losses of local steps")
         for name in lengths(how.program, "reports", self.spec):
@@ -122,7 +122,8 @@ class ClientExchanges:
             unlike = {
                 "results of steps of its own, such as steps of several gradients": how.program.overrides("step"),
                 f"results of a client program with its own {' and '.join(own)}": bool(own),
-                "results of weighted samples": how.mixture is not None,
+                "results of weighted samples": how.program.overrides("weigh"),
+                "results of several models": how.num_models is not None,
                 "results of clients one after another": how.chained,
             }
             for values, holds in unlike.items():
@@ -161,7 +162,7 @@ class ClientExchanges:
             local=local,
             steps_M=steps_M,
             chained=how.chained,
-            mixture=how.mixture,
+            num_models=how.num_models,
             tables=tables.as_tuple(),
         )
 
@@ -324,7 +325,7 @@ class ClientExchanges:
         return outcome
 
 
-def _require_local_training(how: object) -> None:
+def require_local_training(how: object) -> None:
     """Raises TypeError for what methods pass by mistake in place of a LocalTraining."""
     if not isinstance(how, LocalTraining):
         program = f"; for a client program write LocalTraining(program={type(how).__name__}(...))"

@@ -6,9 +6,10 @@ Models and numbers of a client are not part of it: hooks find them in `held`, by
     given    models that clients received, and numbers of each client (`LocalTraining.given`)
     kept     numbers that the client keeps between rounds (`keeps`), and its kept model (`kept_model`)
 
-`begin` and `finish` are called once per client, on the host that reads its data, with tensors on the CPU. `step` and
-`loss` are called in every local step; an engine that trains m clients at once calls `step` with rows (m, ...) in place
-of (...), and `loss` under `torch.func.vmap`. In both, models are given in their trained columns.
+`weigh`, `begin` and `finish` are called once per client, on the host that reads its data, with tensors on the CPU. A
+client that trains several models (`Clients.train_mixture`) runs the program once for each, after a single `weigh`.
+`step` and `loss` are called in every local step; an engine that trains m clients at once calls `step` with rows
+(m, ...) in place of (...), and `loss` under `torch.func.vmap`. In both, models are given in their trained columns.
 """
 
 from collections.abc import Callable, Mapping
@@ -44,11 +45,11 @@ class Need(StrEnum):
 
 
 class ProgramClient(ClientData, Protocol):
-    """A client in `begin` and `finish`: its data, and how it trains."""
+    """A client in `weigh`, `begin` and `finish`: its data, and how it trains."""
 
     @property
     def steps(self) -> int:
-        """Local steps of this exchange."""
+        """Local steps of this exchange; 0 in `Clients.fit_mixture`."""
 
     @property
     def local(self) -> LocalSGD:
@@ -132,6 +133,16 @@ class ClientProgram:
         They are in `held` after `finish` (`Updates.reported`).
         """
         return {}
+
+    def weigh(self, client: ProgramClient, loss_nK: Tensor, held: Held) -> Tensor:
+        """Weights (n, K) of the client's samples in the loss of each of the K models that it received to train.
+
+        The loss of a batch of model k is the mean of weight * loss over its samples. Called before `begin`; it may
+        change numbers in `held`. The weights stay with the client.
+
+        loss_nK: losses, float32, of the n samples under these models in evaluation mode; infinite in place of NaN.
+        """
+        return torch.ones_like(loss_nK)
 
     def begin(self, client: ProgramClient, start_P: Tensor, held: Held) -> Tensor:
         """The row (P,) that training starts from. start_P: the row it would start from. It may change `held`."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cfl_ray.core.aggregation.apply import aggregate, range_cuts
 from cfl_ray.core.aggregation.rules import ClippingRule, Mean
-from cfl_ray.core.client_exchanges import ClientExchanges
+from cfl_ray.core.client_exchanges import ClientExchanges, require_local_training
 from cfl_ray.core.client_program import Batch, ClientProgram, Forward, Gradient, Held, ProgramClient, lengths
 from cfl_ray.core.describing import CheckedFunction, ClientData
 from cfl_ray.core.events import births_and_deaths, cluster_event
@@ -28,11 +28,10 @@ from cfl_ray.core.work import (
     ClientState,
     Describe,
     EvaluateClients,
-    FitMixture,
-    Mixture,
     Proximal,
     Replay,
     UpdateFeatures,
+    Weigh,
 )
 
 __all__ = [
@@ -45,7 +44,6 @@ __all__ = [
     "Gradient",
     "Held",
     "LocalTraining",
-    "Mixture",
     "MixtureUpdates",
     "ProgramClient",
     "Proximal",
@@ -229,7 +227,7 @@ class Clients(ClientExchanges):
         client_state = self.with_norms(client_state)
         features = UpdateFeatures(features) if isinstance(features, Columns) else features
         self._check_permitted(how, features)
-        keeps = how.mixture is not None or bool(np.any(keep_as_local_model))
+        keeps = how.num_models is not None or bool(np.any(keep_as_local_model))
         local, client_state = with_numbers_kept(how.sgd or self.local, client_state, keeps, how.program, self.spec)
         private = client_state.columns if client_state and client_state.private else None
         work, averaging, secure = self._training(start, how, local), None, None
@@ -257,7 +255,8 @@ class Clients(ClientExchanges):
             self._count_upload(self.spec.sent() - (self.spec.sent(private) if private else 0))
         elif features is not None:
             self._count_upload(self.spec.sent(features.columns))
-        self._count_upload(sum(sizes.values()) + sum(work.reports.values()))
+        self._count_upload(sum(sizes.values()))
+        self.stats.traffic.up_bits += 32 * sum(work.reports.values()) * clients  # once for all models of a client
         outcome = self._run(work)
         if features is not None:
             outcome = self._protection.noisy_features(outcome, self.ids_M, work.address)
@@ -268,26 +267,30 @@ class Clients(ClientExchanges):
             outcome = replace(outcome, means=aggregated.means, arrived_R=aggregated.arrived_R)
         return self._updates(outcome, averaging, private, work, work.address, average_number)
 
-    def train_mixture(self, received: Sent, mixture: Mixture, *, average: np.ndarray) -> MixtureUpdates:
-        """Trains all K models on every client's own data, with the client's weights of its samples for each model.
+    def train_mixture(
+        self, received: Sent, how: LocalTraining = LocalTraining(), *, average: np.ndarray
+    ) -> MixtureUpdates:
+        """Trains all K models on every client's own data, with the weights of its samples that the program gives.
 
-        The models of a client are trained on the same batches. It uploads all of them, and the result of
-        `mixture.upload`. With `local.persist` it keeps a momentum buffer for each model.
-        P-local measures the model with its largest weight.
+        The models of a client are trained on the same batches, by the program of `how` (`ClientProgram.weigh`). It
+        uploads all of them, and reports once. With `local.persist` it keeps a momentum buffer for each model.
+        P-local measures the model with its largest mean weight.
 
         received: the models, after `broadcast`.
+        how: as in `train`, of each client; models that were broadcast (`received`, as the anchor of a proximal term)
+            stand for the model that is trained.
         average: weight (M,) >= 0, of any scale, of each client in all K averages, or (K, M): row k in that of model k.
         """
         if self.received is not None:
             raise NotAsynchronous("its clients train several models of a mixture together")
+        require_local_training(how)
         count = len(received.models_KP)
         entries = self.select(np.repeat(np.arange(len(self)), count))  # (client, model), sorted by client
         weight_KMK = np.zeros((count, len(self), count))
         weight_KMK[np.arange(count), :, np.arange(count)] = average
-        mixture = mixture.take(np.repeat(np.arange(len(self)), count))
         updates = entries.train(
             received.choose(np.tile(np.arange(count), len(self))),
-            how=LocalTraining(mixture=mixture),
+            how=how.of_models(count, len(self)),
             average=weight_KMK.reshape(count, -1),
             keep_as_local_model=False,
         )
@@ -295,21 +298,34 @@ class Clients(ClientExchanges):
         scores = mixtures.local_scores if self.local_test_samples else {}
         loss_Mk = updates.outcome.arrays["train_loss"].reshape(-1, count)
         self.stats.note_training(self.ids_M, np.nansum(loss_Mk, 1), scores, mixtures.valid_M)
-        self.count_upload(mixture.upload_floats)  # the result of `mixture.upload`
         return mixtures
 
-    def fit_mixture(self, received: Sent, mixture: Mixture, *, steps: int = 1) -> np.ndarray:
-        """Each client's mixture weights, float64 (M, K), after E and M steps on its training samples without training.
+    def fit_mixture(self, received: Sent, how: LocalTraining, *, steps: int = 1) -> np.ndarray:
+        """Mean weights of each client's samples, float64 (M, K), by `how.program.weigh` without training.
 
-        NaN for a client whose data are not valid. Raises ValueError if `steps` is below 1.
+        Of a `core.mixtures.Mixture` they are the mixture weights after `steps` E and M steps. NaN for a client whose
+        data are not valid. Raises ValueError if `steps` is below 1, or the program has no `weigh`.
         """
         if steps < 1:
             raise ValueError(f"fit_mixture: steps must be at least 1, got {steps}")
+        require_local_training(how)
+        if not how.program.overrides("weigh"):
+            raise ValueError(f"fit_mixture: the client program {type(how.program).__name__} has no weigh")
         if not len(self):
             return np.zeros((0, len(received.models_KP)))
-        tables = (received.models_KP,)
-        work = FitMixture(self._next_address(), self.ids_M, tables, mixture=mixture, steps=steps)
-        return self._run(work).arrays["mixture"]
+        tables = ModelTables(received.models_KP)
+        given = tables.given(how, len(self))
+        work = Weigh(
+            self._next_address(),
+            self.ids_M,
+            num_models=len(received.models_KP),
+            program=how.program,
+            given=given,
+            local=how.sgd or self.local,
+            steps=steps,
+            tables=tables.as_tuple(),
+        )
+        return self._run(work).arrays["weights"]
 
     def average(self, updates: Updates, weight_RM: np.ndarray, *, average_number: int | None = None) -> Updates:
         """Averages the results of a `train(..., defer_aggregation=True)` of this round; no further traffic.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cfl_ray.core.local_sgd import LocalSGD
-from cfl_ray.core.params import ParamSpec
+from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.errors import RunError
 from cfl_ray.plugins.calling import call_plugin, described, place_of
 
@@ -27,10 +27,12 @@ class ClientData(Protocol):
     @property
     def spec(self) -> ParamSpec: ...
 
-    def gradient(self, row_P: Tensor, batch: int = 2048, samples: slice = slice(None)) -> Tensor:
+    def gradient(
+        self, row_P: Tensor, batch: int = 2048, samples: slice = slice(None), columns: Columns | None = None
+    ) -> Tensor:
         """Gradient (trained columns,) of the mean loss over the training data at a model; without dropout.
 
-        samples: the samples to use.
+        samples: the samples to use. columns: trained columns, whose gradient alone is computed and returned.
         """
 
     def loss(self, row_P: Tensor, samples: slice = slice(None)) -> float:

@@ -10,7 +10,7 @@ from torch import Tensor
 from cfl_ray.core.client_program import ClientProgram, check_attributes, first_numbers
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.params import Columns, ParamSpec
-from cfl_ray.core.work import ClientState, Given, Mixture, Proximal, Rows
+from cfl_ray.core.work import ClientState, Given, Proximal, Rows
 from cfl_ray.plugins.calling import described, place_of
 
 
@@ -46,7 +46,7 @@ class LocalTraining:
     proximal: Sequence[Proximal[Sent]] = ()
     frozen_model: Sent | None = None  # its logits are added to those of the trained model (additive models, CAM)
     chained: bool = False  # each client starts from the result of the previous client; this is not federated averaging
-    mixture: Mixture | None = None  # set by `Clients.train_mixture`: weights of the samples in the loss
+    num_models: int | None = None  # K models that each client trains; set by `Clients.train_mixture`, None: one
 
     def __post_init__(self) -> None:
         if not isinstance(self.program, ClientProgram):
@@ -54,6 +54,34 @@ class LocalTraining:
         check_attributes(self.program)
         if not isinstance(self.given, Mapping):
             raise TypeError(f"given must be a dict of models and numbers by name, got {described(self.given)}")
+
+    def of_models(self, count: int, num_clients: int) -> "LocalTraining":
+        """For entries (client, model), sorted by client, of clients that train `count` models each.
+
+        Models that were broadcast, and of which none was chosen, become the model of each entry.
+        """
+        client_e, model_e = np.divmod(np.arange(num_clients * count), count)
+
+        def sent(models: Sent) -> Sent:
+            return models.choose(model_e) if models.row_M is None else replace(models, row_M=models.row_M[client_e])
+
+        def value(name: str, given: Any) -> Sent | np.ndarray:
+            return sent(given) if isinstance(given, Sent) else _numbers(name, given, num_clients)[client_e]
+
+        return replace(
+            self,
+            steps_M=None if self.steps_M is None else np.asarray(self.steps_M)[client_e],
+            given={name: value(name, given) for name, given in self.given.items()},
+            proximal=[
+                replace(
+                    term.with_anchor(sent(term.anchor)),
+                    factor_M=None if term.factor_M is None else term.factor_M[client_e],
+                )
+                for term in self.proximal
+            ],
+            frozen_model=None if self.frozen_model is None else sent(self.frozen_model),
+            num_models=count,
+        )
 
 
 class ModelTables:
@@ -77,27 +105,26 @@ class ModelTables:
         """The models and numbers that clients get for their program, with the models as rows of these tables."""
         proximal = tuple(term.with_anchor(self.rows(term.anchor)) for term in how.proximal if term.acts)
         models = {name: self.rows(value) for name, value in how.given.items() if isinstance(value, Sent)}
-        number_of = {name: _numbers(name, value) for name, value in how.given.items() if not isinstance(value, Sent)}
-        for name, values_M in number_of.items():
-            if values_M.shape[:1] != (num_clients,):
-                shape = values_M.shape
-                raise ValueError(
-                    f"given {name!r} has the shape {shape}, expected one entry for each of {num_clients} clients"
-                )
-        return Given(models, number_of, proximal)
+        numbers = {name: value for name, value in how.given.items() if not isinstance(value, Sent)}
+        return Given(models, {name: _numbers(name, value, num_clients) for name, value in numbers.items()}, proximal)
 
     def as_tuple(self) -> tuple[Tensor, ...]:
         return tuple(self.tables)
 
 
-def _numbers(name: str, value: Any) -> np.ndarray:
+def _numbers(name: str, value: Any, num_clients: int) -> np.ndarray:
     try:
-        return np.asarray(value, np.float32)
+        values_M = np.asarray(value, np.float32)
     except (TypeError, ValueError):
         raise TypeError(
             f"given {name!r} is {described(value)}, expected models that clients received, as clients.send returns, or "
             "numbers of each client"
         ) from None
+    if values_M.shape[:1] != (num_clients,):
+        raise ValueError(
+            f"given {name!r} has the shape {values_M.shape}, expected one entry for each of {num_clients} clients"
+        )
+    return values_M
 
 
 def with_numbers_kept(

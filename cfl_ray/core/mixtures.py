@@ -1,13 +1,14 @@
-"""Methods whose clients predict with mixtures of the cluster models, and their states."""
+"""Programs of clients that mix the cluster models, methods whose clients predict with mixtures, and their states."""
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from cfl_ray.core.clients import Clients, Mixture, Sent
+from cfl_ray.core.clients import ClientProgram, Clients, Held, LocalTraining, ProgramClient, Sent
 from cfl_ray.core.diagnostics import CLIENTS, CLUSTERS, MIXTURE_WEIGHTS
 from cfl_ray.core.method import Method, Start
 from cfl_ray.core.serving import Serving
@@ -15,6 +16,25 @@ from cfl_ray.core.state import State
 from cfl_ray.system.mapped import mapped_array
 
 _IN_MEMORY = 1 << 20  # bytes of mixture weights; more are in a temporary file
+
+
+@dataclass(frozen=True)
+class Mixture(ClientProgram, ABC):
+    """E and M steps of a client that mixes K models with weights pi_i, which are in `held["mixture"]` (K,).
+
+    E step: the responsibilities of the models for each sample weigh the samples in the loss of each model.
+    M step: the client's mixture weights become the means of the responsibilities over its samples.
+    """
+
+    @abstractmethod
+    def responsibilities(self, loss_nK: Tensor, y_n: Tensor, held: Held) -> Tensor:
+        """How much each sample counts for each model, (n, K). loss_nK: as in `weigh`. y_n: targets."""
+
+    def weigh(self, client: ProgramClient, loss_nK: Tensor, held: Held) -> Tensor:
+        responsibility_nK = self.responsibilities(loss_nK, client.y.cpu(), held)
+        if isinstance(responsibility_nK, Tensor):
+            held["mixture"] = responsibility_nK.float().double().mean(0).float()
+        return responsibility_nK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +96,11 @@ class MixtureMethod(Method[S]):
     fit_steps: int
 
     @abstractmethod
-    def mixture(self, state: S, weight_MK: np.ndarray) -> Mixture:
-        """The mixture of clients with these weights: its E step, and their uploads."""
+    def how(self, state: S, weight_MK: np.ndarray) -> LocalTraining:
+        """The training of clients with these weights: their `Mixture`, and what it is given."""
 
     def broadcast(self, state: S, clients: Clients) -> Sent:
-        """Sends every client the models, and other values that `mixture` needs."""
+        """Sends every client the models, and other values that its `Mixture` is given."""
         return clients.broadcast(state.models_KP)
 
     def join(self, state: S, clients: Clients) -> S:
@@ -98,7 +118,7 @@ class MixtureMethod(Method[S]):
     def fit(self, state: S, received: Sent, clients: Clients) -> np.ndarray:
         """Weights (M, K) by E and M steps from equal weights; NaN for clients without valid data."""
         equal_MK = np.full((len(clients), state.num_clusters), 1 / state.num_clusters)
-        return clients.fit_mixture(received, self.mixture(state, equal_MK), steps=self.fit_steps)
+        return clients.fit_mixture(received, self.how(state, equal_MK), steps=self.fit_steps)
 
 
 def entropy(weight_MK: np.ndarray) -> np.ndarray:

@@ -84,6 +84,8 @@ class ParamSpec:
     # tensors of normalisation layers, by the type of their module: parameters, and statistics if the layer keeps them
     batch_norms: frozenset[str] = field(default=frozenset(), compare=False)
     other_norms: frozenset[str] = field(default=frozenset(), compare=False)
+    # layers with a matrix as weight that do not multiply their inputs by it, as `nn.Linear` does
+    not_linear: frozenset[str] = field(default=frozenset(), compare=False)
 
     @classmethod
     def of(cls, module: nn.Module) -> "ParamSpec":
@@ -238,3 +240,8 @@ def _is_of(module: nn.Module | None, kinds: tuple[type[nn.Module], ...]) -> bool
     """Whether a module is of one of these types, also as TorchScript."""
     script = module.original_name if isinstance(module, torch.jit.ScriptModule) else ""
     return isinstance(module, kinds) or script in {kind.__name__ for kind in kinds}
+
+
+def layer_name(layer: str) -> str:
+    """The name of a layer of `ParamSpec.layers` in messages; the model itself is a layer if it owns parameters."""
+    return repr(layer) if layer else "(the model itself, whose parameters are in no layer)"

@@ -198,13 +198,17 @@ class MixtureUpdates:
 
     @property
     def weight_MK(self) -> np.ndarray:
-        """Mixture weights after the M step, float64 (M, K); NaN for excluded clients."""
-        return self._of_client("mixture")
+        """Mean weights of each client's samples, float64 (M, K); NaN for excluded clients.
 
-    @property
-    def upload_MF(self) -> Tensor:
-        """Results of `Mixture.upload`, float32 (M, F); zeros for excluded clients."""
-        return torch.from_numpy(self._of_client("mixture_upload"))
+        Of a `core.mixtures.Mixture` they are the mixture weights after the M step.
+        """
+        if "weights" in self.updates.outcome.arrays:
+            return self._of_client("weights")
+        return np.where(self.valid_M[:, None], 1.0, np.full((1, self.num_models), np.nan))
+
+    def reported(self, name: str) -> Tensor:
+        """Numbers that each client reported, float32 (M, length); NaN for excluded clients."""
+        return torch.from_numpy(self._of_client(f"report {name}"))
 
     @property
     def train_loss_M(self) -> np.ndarray:

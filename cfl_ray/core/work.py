@@ -259,42 +259,6 @@ class SecureSum:
         return replace(self, neighbour_MX=self.neighbour_MX[index_m])
 
 
-# loss_nK of n samples under K models, y_n, the client's mixture weights weight_K, and what every client received ->
-# responsibilities (n, K)
-Responsibilities = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-
-
-@dataclass(frozen=True)
-class Mixture:
-    """A mixture of K models for each of M clients, with the weights that it gives to them, pi_ik.
-
-    E step: from the losses of its samples under all K models, in evaluation mode, a client computes the responsibility
-    of each model for each sample. They weigh the samples in the loss of each model, and stay with the client.
-    M step: the client's mixture weights become the means of the responsibilities over its samples.
-    """
-
-    responsibilities: Responsibilities
-    weight_MK: np.ndarray  # float64: mixture weights before the exchange
-    received: Tensor | None = None  # numbers sent to every client for `responsibilities`
-    # (responsibilities (n, K), y_n) -> `upload_floats` numbers that the client uploads; None: nothing
-    upload: Callable[[Tensor, Tensor], Tensor] | None = None
-    upload_floats: int = 0
-
-    def take(self, index_m: np.ndarray) -> Self:
-        return replace(self, weight_MK=self.weight_MK[index_m])
-
-    @property
-    def num_models(self) -> int:
-        """K."""
-        return self.weight_MK.shape[1]
-
-    def empty_result(self) -> dict[str, np.ndarray]:
-        """Per-client arrays of excluded clients."""
-        size, count = self.weight_MK.shape
-        upload = np.zeros((size, self.upload_floats), np.float32)
-        return {"mixture": np.full((size, count), np.nan), "mixture_upload": upload}
-
-
 @dataclass(frozen=True)
 class Given:
     """Models and numbers that each of M clients gets for its client program, beside the model from which it starts."""
@@ -423,8 +387,8 @@ class Train(Work):
     clip: Clip | None = None  # clipping of uploads, which also returns whether each was within the norm; None: none
     local_test_samples: int = 0  # test samples per client for P-local; 0: no test
     local_parts: tuple[str, ...] = (TEST,)  # parts of the data that P-local is measured on
-    # each client trains all K models of table 0: row k is the start of its k-th entry
-    mixture: Mixture | None = field(default=None, metadata=PER_CLIENT)
+    # K: each client trains all models of table 0, and row k is the start of its k-th entry; None: one model, its start
+    num_models: int | None = None
     kept_numbers: int = 0  # count of `ClientProgram.keeps`
     reports: Mapping[str, int] = field(default_factory=dict)  # `ClientProgram.reports`
 
@@ -440,21 +404,22 @@ class Train(Work):
         return np.where(trained_M[at_M] == key_M, at_M, -1)
 
     def rows(self) -> list[Rows]:
-        return [self.start, *super().rows(), *self.given.rows(), *_all_rows(self.mixture)]
+        return [self.start, *super().rows(), *self.given.rows(), *_first_rows(self.num_models or 0)]
 
     @property
     def finishes(self) -> bool:
-        """Whether a client keeps, uploads or reports something of its program after the last step."""
+        """Whether a client keeps, uploads or reports what its program may change from the first step on."""
         uploads = self.averaging is not None and bool(self.averaging.uploads)
-        return self.program.overrides("finish") or uploads or bool(self.kept_numbers or self.reports)
+        reports = bool(self.reports and self.program.moves)
+        return self.program.overrides("finish") or uploads or bool(self.kept_numbers) or reports
 
     @property
     def models_per_client(self) -> int:
-        return 1 if self.mixture is None else self.mixture.num_models
+        return self.num_models or 1
 
     @property
     def stored_keys(self) -> np.ndarray:
-        return self.ids_M if self.mixture is None else self.keys_of(self.ids_M, self.start.row_M)
+        return self.ids_M if self.num_models is None else self.keys_of(self.ids_M, self.start.row_M)
 
     def empty_result(self, num_classes: int) -> dict[str, np.ndarray]:
         size = len(self.ids_M)
@@ -476,7 +441,8 @@ class Train(Work):
             arrays["unclipped"] = np.zeros(size, bool)
         if self.secure is not None:
             arrays["reported"] = np.zeros(size, bool)
-        return arrays if self.mixture is None else arrays | self.mixture.empty_result()
+        weighs = self.num_models is not None and self.program.overrides("weigh")
+        return arrays | (_no_weights(size, self.models_per_client) if weighs else {})
 
     def cost_M(self, num_samples_M: np.ndarray) -> np.ndarray:
         return self.steps_M * np.minimum(num_samples_M, self.local.batch_size or num_samples_M)
@@ -546,21 +512,29 @@ class Losses(Work):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitMixture(Work):
-    """E and M steps without training: each client's mixture weights (M, K) for the K models of table 0."""
+class Weigh(Work):
+    """`ClientProgram.weigh` without training: mean weights (M, K) of clients' samples for the K models of table 0."""
 
-    mixture: Mixture = field(metadata=PER_CLIENT)
-    steps: int  # E and M steps; the losses do not change between them
+    num_models: int  # K
+    program: ClientProgram
+    given: Given = field(metadata=PER_CLIENT)
+    local: LocalSGD
+    steps: int  # calls, in which the program finds what it has changed before; the losses do not change
 
     def rows(self) -> list[Rows]:
-        return [*_all_rows(self.mixture), *super().rows()]
+        return [*_first_rows(self.num_models), *super().rows(), *self.given.rows()]
 
     def empty_result(self, num_classes: int) -> dict[str, np.ndarray]:
-        return self.mixture.empty_result()
+        return _no_weights(len(self.ids_M), self.num_models)
 
 
-def _all_rows(mixture: Mixture | None) -> list[Rows]:
-    return [] if mixture is None else [Rows(0, np.arange(mixture.num_models))]
+def _first_rows(num_models: int) -> list[Rows]:
+    return [Rows(0, np.arange(num_models))] if num_models else []
+
+
+def _no_weights(size: int, num_models: int) -> dict[str, np.ndarray]:
+    """The mean weights of the samples of excluded clients."""
+    return {"weights": np.full((size, num_models), np.nan)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,16 +10,17 @@ import numpy as np
 import torch
 
 from cfl_ray.config.client_ids import clients_in_words
+from cfl_ray.config.shift import SHIFT_KINDS
 from cfl_ray.core.rng import stream
 from cfl_ray.data.federation import Federation, FederationView, Scaling, TensorSamples
-from cfl_ray.data.shifts import DOMAINS, needed
+from cfl_ray.data.shifts import needed
 from cfl_ray.errors import DataError
 
 
 class Domain(NamedTuple):
     """A change of all pixel values."""
 
-    kind: str  # name in `shifts.DOMAINS`
+    kind: str  # one of `DOMAINS`
     amount: float
     seed: int = 0  # for the random draws of noise
 
@@ -254,7 +255,8 @@ class ChangedFederation(FederationView):
             draw = stream(seed, -1, -1, data.source, purpose) if rows is None else _RowDraws(seed, data.source, rows)
             scaling = Scaling(self.scale, self.normalize)
             stored = scaling.to_stored(x)
-            changed, _ = DOMAINS[kind](stored, y.numpy(), 0, draw, amount=amount, scale=self.scale)
+            code = SHIFT_KINDS.builtin[kind].load()
+            changed, _ = code(stored, y.numpy(), 0, draw, amount=amount, scale=self.scale)
             x = scaling.to_tensor(changed)
         return x, torch.tensor(data.labels, dtype=y.dtype)[y.long()] if data.labels else y
 

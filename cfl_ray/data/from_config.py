@@ -313,12 +313,10 @@ def _loaded(data: DataConfig, seed: int, targets: str) -> Federation | Source | 
     """
     if isinstance(data, GeneratedConfig):
         return _generated(data, seed)
-    if isinstance(data, ArraysConfig):
-        return _arrays(data, seed, targets)
-    if not isinstance(data, PluginDataConfig):
+    if not isinstance(data, ArraysConfig | PluginDataConfig):
         return None
-    loaded = load_function(data, seed, targets)
-    if isinstance(loaded, Federation):
+    loaded: Federation | Source = SOURCE_KINDS.code_of(data)(data, seed, targets)
+    if isinstance(data, PluginDataConfig) and isinstance(loaded, Federation):
         _check_called(data)
         loaded.said = tuple(warnings_of_division(data))
     return loaded
@@ -429,7 +427,7 @@ def _generated(data: GeneratedConfig, seed: int) -> SyntheticFederation:
         )
     if not isinstance(data, SyntheticConfig):
         return ConceptFederation(clients, name=source, samples=data.synthetic_samples, seed=seed)
-    return SyntheticFederation(
+    made: SyntheticFederation = SOURCE_KINDS.code_of(data)(
         clients,
         input=tuple(data.synthetic_shape),
         classes=data.synthetic_classes,
@@ -437,6 +435,7 @@ def _generated(data: GeneratedConfig, seed: int) -> SyntheticFederation:
         samples=data.synthetic_samples,
         seed=seed,
     )
+    return made
 
 
 def _check_called(data: DataConfig) -> None:
@@ -450,7 +449,7 @@ def _check_called(data: DataConfig) -> None:
             )
 
 
-def _arrays(data: ArraysConfig, seed: int, targets: str) -> Federation:
+def of_arrays(data: ArraysConfig, seed: int, targets: str) -> Federation:
     """The federation of the .npz file `data.root`; `data.partition` has no effect.
 
     The file has the arrays x, y, clients, and optionally groups, x_test, y_test, test_clients, the same three for

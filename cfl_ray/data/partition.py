@@ -37,15 +37,7 @@ def divide(
             f"{clients} clients cannot hold at least {min_samples} samples each of {len(y)} samples; "
             "lower data.partition.clients (or min_samples)"
         )
-    if isinstance(partition, PluginPartitionConfig):
-        parts = _by_plugin(y, clients, partition, rng)
-    elif isinstance(partition, IidConfig):
-        parts = _iid(y, clients, partition, rng)
-    elif isinstance(partition, DirichletConfig):
-        parts = _dirichlet(y, clients, partition, min_samples, rng)
-    else:
-        assert isinstance(partition, ClassesConfig)  # `writers` divides by writer
-        parts = _classes(y, clients, partition, min_samples, rng)
+    parts: list[np.ndarray] = PARTITION_KINDS.code_of(partition)(y, clients, partition, min_samples, rng)
     sizes = np.array([len(part) for part in parts])
     if sizes.min() < min_samples:
         raise DataError(
@@ -56,8 +48,11 @@ def divide(
     return [np.sort(part) for part in parts]
 
 
-def _by_plugin(
-    y: np.ndarray, clients: int, partition: PluginPartitionConfig, rng: np.random.Generator
+# --- the kinds of partitions, as `PARTITION_KINDS` names them: functions of the arguments of `divide`, and `writers`
+
+
+def own(
+    y: np.ndarray, clients: int, partition: PluginPartitionConfig, min_samples: int, rng: np.random.Generator
 ) -> list[np.ndarray]:
     """The parts that a user's function (labels, clients, draw) makes. Raises DataError for a wrong result."""
     function = with_options(PARTITION_KINDS.resolve(partition.kind), partition.options, "data.partition", ARGUMENTS)
@@ -118,7 +113,9 @@ def writers(
     return [(str(names[writer]), by_writer[writer]) for writer in kept]
 
 
-def _iid(y: np.ndarray, clients: int, partition: IidConfig, rng: np.random.Generator) -> list[np.ndarray]:
+def iid(
+    y: np.ndarray, clients: int, partition: IidConfig, min_samples: int, rng: np.random.Generator
+) -> list[np.ndarray]:
     """Parts of the sizes in `partition.sizes`; without them, of sizes that differ by at most 1."""
     rows = rng.permutation(len(y))
     if partition.sizes is None:
@@ -131,7 +128,7 @@ def _iid(y: np.ndarray, clients: int, partition: IidConfig, rng: np.random.Gener
 # --- Dirichlet ----------------------------------------------------------------------------------
 
 
-def _dirichlet(
+def dirichlet(
     y: np.ndarray, clients: int, partition: DirichletConfig, min_samples: int, rng: np.random.Generator
 ) -> list[np.ndarray]:
     """The parts of the first draw in which every client has at least `min_samples` samples."""
@@ -191,7 +188,7 @@ def _dirichlet_counts(
 # --- n classes per client -----------------------------------------------------------------------
 
 
-def _classes(
+def classes(
     y: np.ndarray, clients: int, partition: ClassesConfig, min_samples: int, rng: np.random.Generator
 ) -> list[np.ndarray]:
     """Parts in which each class is split among its owners: evenly, up to one sample, or in random shares.

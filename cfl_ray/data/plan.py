@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cfl_ray.config import DataConfig, PartitionConfig
-from cfl_ray.config.partition import IidConfig
+from cfl_ray.config.partition import PARTITION_KINDS, IidConfig
 from cfl_ray.config.shift import HybridConfig
 from cfl_ray.core.rng import stream
 from cfl_ray.data import partition
@@ -143,12 +143,12 @@ def make_plan(data_set: DataSet, other: DataSet | None, data: DataConfig, seed: 
 def _check_classes(data_set: DataSet, data: DataConfig) -> None:
     """Raises DataError if `data` divides or changes samples by their classes, but the targets are not classes."""
     needs = {
-        "data.partition.kind": (data.partition.kind, ("dirichlet", "classes"), "iid or writer"),
-        "data.shift.kind": (data.shift.kind, ("shifted", "pathological", "rotated_labels"), "none, rotated or hybrid"),
-        "data.test.view": (data.test.view, ("label",), "cluster or holdout"),
+        "data.partition.kind": (data.partition.kind, data.partition.by_class, "iid or writer"),
+        "data.shift.kind": (data.shift.kind, data.shift.by_class, "none, rotated or hybrid"),
+        "data.test.view": (data.test.view, data.test.view == "label", "cluster or holdout"),
     }
     for key, (value, by_class, others) in needs.items():
-        if data_set.targets != "class" and value in by_class:
+        if data_set.targets != "class" and by_class:
             raise DataError(
                 f"{key}: {value} needs classes, the targets of the task are {data_set.targets!r}; set {others}"
             )
@@ -203,7 +203,7 @@ def _divide_by_writer(groups: list[Group], data: DataConfig, seed: int) -> list[
         data_set, rng = group.variant.data_set, stream(seed, -1, -1, index, "data/writers of group")
         writer_of_row = None if data_set.client is None else data_set.client[group.rows]
         config = data.partition.model_copy(update={"clients": share})
-        for name, part in partition.writers(writer_of_row, config, data.source, rng):
+        for name, part in PARTITION_KINDS.code_of(config)(writer_of_row, config, data.source, rng):
             rows = group.rows[part]
             if len(groups) > 1:
                 divided.append(ClientRows(f"{name}/{index}", index, index, rows))

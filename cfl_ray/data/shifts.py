@@ -6,7 +6,7 @@ A group consists of row numbers and a transformation; pixels are computed only w
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -14,11 +14,9 @@ import torch
 from cfl_ray.config import ShiftConfig
 from cfl_ray.config.shift import (
     SHIFT_KINDS,
-    BlurConfig,
-    BrightnessConfig,
     HybridConfig,
-    NoiseConfig,
     PathologicalConfig,
+    PixelsConfig,
     PluginShiftConfig,
     RotatedConfig,
     RotatedLabelsConfig,
@@ -33,7 +31,7 @@ from cfl_ray.plugins.calling import call_plugin, described, place_of, with_optio
 Samples = tuple[np.ndarray, np.ndarray]
 
 
-# ---- pixel values, also for drifts: functions (x, y, group, draw, *, amount, scale) -> (x, y)
+# ---- pixel values, `PixelsConfig`, also for drifts: functions (x, y, group, draw, *, amount, scale) -> (x, y)
 
 
 class Normals(Protocol):
@@ -59,9 +57,6 @@ def blurred(x: np.ndarray, y: np.ndarray, group: int, draw: Normals, *, amount: 
 def brightened(x: np.ndarray, y: np.ndarray, group: int, draw: Normals, *, amount: float, scale: float) -> Samples:
     """Multiplies values by `amount`."""
     return _stored(x.astype(np.float64) * amount, x, scale), y
-
-
-DOMAINS = {"noise": with_noise, "blur": blurred, "brightness": brightened}
 
 
 def needed(kind: str, shape: DataShape) -> str | None:
@@ -183,36 +178,72 @@ class Group:
     test_rows: np.ndarray | None  # int64, ascending; None if the data set has no test part
 
 
-def make_groups(
-    data_set: DataSet, other: DataSet | None, shift: ShiftConfig, natural: bool, seed: int = 0
-) -> list[Group]:
-    """The true groups of `shift`. Groups whose label sets overlap share images.
+class Unshifted(NamedTuple):
+    """The samples that a shift changes.
 
     other: the second data set of a hybrid shift. natural: whether a data set without a shift keeps its own groups.
     seed: seed for the random draws of the shift.
     """
-    if isinstance(shift, PluginShiftConfig):
-        function = with_options(SHIFT_KINDS.resolve(shift.kind), shift.options, "data.shift", ARGUMENTS)
-        return [_group(Variant(data_set, change=Change(function, group, seed))) for group in range(shift.groups)]
-    for config, key in ((NoiseConfig, "sigmas"), (BlurConfig, "radii"), (BrightnessConfig, "factors")):
-        if isinstance(shift, config):
-            return _of_pixels(data_set, shift.kind, _nonempty(getattr(shift, key), key), seed)
-    if isinstance(shift, RotatedConfig):
-        variants = [_rotated(data_set, angle, seed) for angle in _nonempty(shift.angles, "angles")]
-        label_sets: Sequence[list[int] | None] = (
-            _label_sets(shift, data_set) if isinstance(shift, RotatedLabelsConfig) else [None]
-        )
-        return [_group(variant, labels) for variant in variants for labels in label_sets]
-    if isinstance(shift, ShiftedConfig):
-        offsets = [offset % data_set.num_classes for offset in _nonempty(shift.offsets, "offsets")]
-        return [_group(Variant(data_set, offset=offset)) for offset in offsets]
-    if isinstance(shift, PathologicalConfig):
-        return [_group(Variant(data_set), labels) for labels in _label_sets(shift, data_set)]
-    if isinstance(shift, HybridConfig):
-        assert other is not None  # a hybrid has two data sets
-        return _hybrid(data_set, other, shift.other)
-    count = data_set.group.max() + 1 if natural and data_set.group is not None else 0
-    return [_natural(data_set, group) for group in range(count)] or [_group(Variant(data_set))]
+
+    data_set: DataSet
+    other: DataSet | None
+    natural: bool
+    seed: int = 0
+
+
+def make_groups(
+    data_set: DataSet, other: DataSet | None, shift: ShiftConfig, natural: bool, seed: int = 0
+) -> list[Group]:
+    """The true groups of `shift`. Groups whose label sets overlap share images. The others: as in `Unshifted`."""
+    code, given = SHIFT_KINDS.code_of(shift), Unshifted(data_set, other, natural, seed)
+    groups: list[Group] = _of_pixels(code, shift, given) if isinstance(shift, PixelsConfig) else code(shift, given)
+    return groups
+
+
+# ---- the kinds of shifts, as `SHIFT_KINDS` names them: functions (section, Unshifted) -> groups
+
+
+def natural(shift: ShiftConfig, given: Unshifted) -> list[Group]:
+    """The groups that the data set itself names, or one group."""
+    group = given.data_set.group
+    count = group.max() + 1 if given.natural and group is not None else 0
+    return [_natural(given.data_set, group) for group in range(count)] or [_group(Variant(given.data_set))]
+
+
+def rotations(shift: RotatedConfig, given: Unshifted) -> list[Group]:
+    """A group for each angle, or for each angle and label set."""
+    variants = [_rotated(given.data_set, angle, given.seed) for angle in _nonempty(shift.angles, "angles")]
+    label_sets: Sequence[list[int] | None] = (
+        _label_sets(shift, given.data_set) if isinstance(shift, RotatedLabelsConfig) else [None]
+    )
+    return [_group(variant, labels) for variant in variants for labels in label_sets]
+
+
+def offsets(shift: ShiftedConfig, given: Unshifted) -> list[Group]:
+    """A group for each offset of the labels."""
+    return [
+        _group(Variant(given.data_set, offset=offset % given.data_set.num_classes))
+        for offset in _nonempty(shift.offsets, "offsets")
+    ]
+
+
+def by_labels(shift: PathologicalConfig, given: Unshifted) -> list[Group]:
+    """A group for each label set."""
+    return [_group(Variant(given.data_set), labels) for labels in _label_sets(shift, given.data_set)]
+
+
+def two_data_sets(shift: HybridConfig, given: Unshifted) -> list[Group]:
+    """A group for each data set."""
+    assert given.other is not None  # a hybrid has two data sets
+    return _hybrid(given.data_set, given.other, shift.other)
+
+
+def own(shift: PluginShiftConfig, given: Unshifted) -> list[Group]:
+    """The groups of a user's function."""
+    function = with_options(SHIFT_KINDS.resolve(shift.kind), shift.options, "data.shift", ARGUMENTS)
+    return [
+        _group(Variant(given.data_set, change=Change(function, group, given.seed))) for group in range(shift.groups)
+    ]
 
 
 def _group(variant: Variant, labels: list[int] | None = None) -> Group:
@@ -246,12 +277,13 @@ def _hybrid(data_set: DataSet, other: DataSet, name: str) -> list[Group]:
     return [_group(Variant(data_set)), _group(Variant(other))]
 
 
-def _of_pixels(data_set: DataSet, kind: str, amounts: list[float], seed: int) -> list[Group]:
-    """The groups of a shift of pixel values."""
-    if lacking := needed(kind, data_set.data_shape):
-        raise DataError(f"data.shift.kind: {kind} needs {lacking}; use another kind")
+def _of_pixels(function: Callable[..., Samples], shift: PixelsConfig, given: Unshifted) -> list[Group]:
+    """The groups of a shift of pixel values, one for each amount. function: of the pixels."""
+    amounts, data_set = _nonempty(getattr(shift, shift.amounts), shift.amounts), given.data_set
+    if lacking := needed(shift.kind, data_set.data_shape):
+        raise DataError(f"data.shift.kind: {shift.kind} needs {lacking}; use another kind")
     changes = [
-        Change(partial(DOMAINS[kind], amount=amount, scale=data_set.scale), group, seed, keeps_labels=True)
+        Change(partial(function, amount=amount, scale=data_set.scale), group, given.seed, keeps_labels=True)
         for group, amount in enumerate(amounts)
     ]
     return [_group(Variant(data_set, change=change)) for change in changes]

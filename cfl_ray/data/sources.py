@@ -1,4 +1,7 @@
-"""The data sets by name: in which folders their files are searched, and how they are read.
+"""The data sets that `SOURCE_KINDS` names: in which folders their files are searched, and how they are read.
+
+A data set is a function of its section that returns a `Source`, of the section and the task's targets if it
+`has_targets`.
 
 Well-known image data sets are read in the layouts of torchvision, of the Hugging Face hub and of the medmnist package.
 """
@@ -21,6 +24,7 @@ import pyarrow.parquet as pq
 
 from cfl_ray.config import ColumnsConfig, DataConfig
 from cfl_ray.config.data import (
+    SOURCE_KINDS,
     ColumnsDataConfig,
     CsvConfig,
     FilesDataConfig,
@@ -55,8 +59,8 @@ class _Hub:
 
 
 @dataclass(frozen=True)
-class _Torchvision:
-    """A data set of torchvision, and the same data set on the hub."""
+class Torchvision:
+    """A data set of torchvision, and the same data set on the hub; called with a section, it locates the files."""
 
     kind: str  # name of torchvision's class
     files: str  # glob pattern of its files, below the data root
@@ -64,106 +68,97 @@ class _Torchvision:
     by_split: bool = False  # the class takes split="train" instead of train=True
     hub: _Hub | None = None
 
+    def __call__(self, data: DataConfig) -> Source:
+        """The data set, downloaded if it is missing and `data.download` is true."""
+        try:
+            return self._find(data)
+        except DataError:
+            if not data.download:
+                raise
+        for train in (True, False):  # the parts of SVHN are separate files
+            self._open(data.source, roots(data)[0], train, download=True)
+        return self._find(data)
 
-_TORCHVISION = {
-    "mnist": _Torchvision("MNIST", "MNIST/raw/*-ubyte"),
-    "fashion_mnist": _Torchvision("FashionMNIST", "FashionMNIST/raw/*-ubyte"),
-    "cifar10": _Torchvision(
-        "CIFAR10", "cifar-10-batches-py/*_batch*", hub=_Hub("uoft-cs/cifar10", "plain_text", "img", "label")
-    ),
-    "cifar100": _Torchvision(
-        "CIFAR100",
-        "cifar-100-python/t*",
-        num_classes=100,
-        hub=_Hub("uoft-cs/cifar100", "cifar100", "img", "fine_label"),
-    ),
-    "svhn": _Torchvision(
-        "SVHN",
-        "t*_32x32.mat",
-        by_split=True,
-        hub=_Hub("ufldl-stanford/svhn", "cropped_digits", "image", "label"),
-    ),
-}
+    def _find(self, data: DataConfig) -> Source:
+        """The data set in torchvision's files, or in the hub's. Raises DataError with all folders searched."""
+        name, hub = data.source, self.hub
+        get = (
+            "set data.download: true, or point data.root at a folder with the files of "
+            f"torchvision.datasets.{self.kind}"
+        )
+        patterns, subfolders = [self.files], ["", "torchvision"]
+        if hub is not None:
+            get += f", or at a folder with {hub.folder}/*.parquet of the Hugging Face data set {hub.repository}"
+            patterns.append(f"{hub.folder}/train-*.parquet")
+            subfolders.append(f"hf/{name}")
+        root, files = find(data, subfolders, patterns, name, get)
+        if hub is not None and files[0].suffix == ".parquet":
+            return _of_hub(name, hub, root, files, self.num_classes)
+        return Source(tuple(files), lambda pixels, progress: self._read(name, root))
 
+    def _open(self, name: str, root: Path, train: bool, download: bool = False) -> Any:
+        from torchvision import datasets
 
-def _located(name: str, data: DataConfig) -> Source:
-    """A data set by its name, downloaded if it is missing and `data.download` is true."""
-    try:
-        return _find(name, data)
-    except DataError:
-        if not data.download:
-            raise
-    for train in (True, False):  # the parts of SVHN are separate files
-        _open_torchvision(name, roots(data)[0], train, download=True)
-    return _find(name, data)
-
-
-def _find(name: str, data: DataConfig) -> Source:
-    """The data set in torchvision's files, or in the hub's. Raises DataError with all folders searched."""
-    dataset, hub = _TORCHVISION[name], _TORCHVISION[name].hub
-    get = (
-        f"set data.download: true, or point data.root at a folder with the files of torchvision.datasets.{dataset.kind}"
-    )
-    patterns, subfolders = [dataset.files], ["", "torchvision"]
-    if hub is not None:
-        get += f", or at a folder with {hub.folder}/*.parquet of the Hugging Face data set {hub.repository}"
-        patterns.append(f"{hub.folder}/train-*.parquet")
-        subfolders.append(f"hf/{name}")
-    root, files = find(data, subfolders, patterns, name, get)
-    if hub is not None and files[0].suffix == ".parquet":
-        return _of_hub(name, hub, root, files)
-    return Source(tuple(files), lambda pixels, progress: _read_torchvision(name, root))
-
-
-# --- torchvision --------------------------------------------------------------------------------
-
-
-def _open_torchvision(name: str, root: Path, train: bool, download: bool = False) -> Any:
-    from torchvision import datasets
-
-    dataset = _TORCHVISION[name]
-    part: dict[str, Any] = {"split": "train" if train else "test"} if dataset.by_split else {"train": train}
-    before = socket.getdefaulttimeout()
-    try:
-        if download:
-            socket.setdefaulttimeout(_SILENCE_SECONDS)
-        return getattr(datasets, dataset.kind)(str(root), **part, download=download)
-    except Exception as error:  # of torchvision, pickle, zlib, scipy and numpy
-        where = root.absolute()
-        if not download:
+        part: dict[str, Any] = {"split": "train" if train else "test"} if self.by_split else {"train": train}
+        before = socket.getdefaulttimeout()
+        try:
+            if download:
+                socket.setdefaulttimeout(_SILENCE_SECONDS)
+            return getattr(datasets, self.kind)(str(root), **part, download=download)
+        except Exception as error:  # of torchvision, pickle, zlib, scipy and numpy
+            where = root.absolute()
+            if not download:
+                raise DataError(
+                    f"data set {name!r} could not be read from {where}: {reason(error)}; delete its files there and "
+                    "download them again (data.download: true)"
+                ) from error
             raise DataError(
-                f"data set {name!r} could not be read from {where}: {reason(error)}; delete its files there and "
-                "download them again (data.download: true)"
+                f"data set {name!r} could not be downloaded to {where}: {reason(error)} (a server is given up if it "
+                f"sends nothing for {_SILENCE_SECONDS:g} s); try again, or put the files of "
+                f"torchvision.datasets.{self.kind} there"
             ) from error
-        raise DataError(
-            f"data set {name!r} could not be downloaded to {where}: {reason(error)} (a server is given up if it "
-            f"sends nothing for {_SILENCE_SECONDS:g} s); try again, or put the files of "
-            f"torchvision.datasets.{dataset.kind} there"
-        ) from error
-    finally:
-        socket.setdefaulttimeout(before)
+        finally:
+            socket.setdefaulttimeout(before)
+
+    def _read(self, name: str, root: Path) -> DataSet:
+        def part(train: bool) -> tuple[np.ndarray, np.ndarray]:
+            loaded = self._open(name, root, train)
+            x = np.asarray(loaded.data)
+            if x.ndim == 3:
+                x = x[:, None]
+            elif x.shape[-1] == 3:  # channels last; SVHN has them first
+                x = np.ascontiguousarray(x.transpose(0, 3, 1, 2))
+            labels = loaded.labels if self.by_split else loaded.targets
+            return np.ascontiguousarray(x), np.asarray(labels, np.int16)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # numpy warns about the pickled arrays of CIFAR
+            return DataSet(*part(train=True), *part(train=False), num_classes=self.num_classes)
 
 
-def _read_torchvision(name: str, root: Path) -> DataSet:
-    def part(train: bool) -> tuple[np.ndarray, np.ndarray]:
-        loaded = _open_torchvision(name, root, train)
-        x = np.asarray(loaded.data)
-        if x.ndim == 3:
-            x = x[:, None]
-        elif x.shape[-1] == 3:  # channels last; SVHN has them first
-            x = np.ascontiguousarray(x.transpose(0, 3, 1, 2))
-        labels = loaded.labels if _TORCHVISION[name].by_split else loaded.targets
-        return np.ascontiguousarray(x), np.asarray(labels, np.int16)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # numpy warns about the pickled arrays of CIFAR
-        return DataSet(*part(train=True), *part(train=False), num_classes=_TORCHVISION[name].num_classes)
+mnist = Torchvision("MNIST", "MNIST/raw/*-ubyte")
+fashion_mnist = Torchvision("FashionMNIST", "FashionMNIST/raw/*-ubyte")
+cifar10 = Torchvision(
+    "CIFAR10", "cifar-10-batches-py/*_batch*", hub=_Hub("uoft-cs/cifar10", "plain_text", "img", "label")
+)
+cifar100 = Torchvision(
+    "CIFAR100",
+    "cifar-100-python/t*",
+    num_classes=100,
+    hub=_Hub("uoft-cs/cifar100", "cifar100", "img", "fine_label"),
+)
+svhn = Torchvision(
+    "SVHN",
+    "t*_32x32.mat",
+    by_split=True,
+    hub=_Hub("ufldl-stanford/svhn", "cropped_digits", "image", "label"),
+)
 
 
 # --- Hugging Face -------------------------------------------------------------------------------
 
 
-def _of_hub(name: str, hub: _Hub, root: Path, train: list[Path]) -> Source:
+def _of_hub(name: str, hub: _Hub, root: Path, train: list[Path], num_classes: int) -> Source:
     """A data set of the hub, in parquet files. Its images may have another order than torchvision's."""
     test = sorted(path for path in root.glob(f"{hub.folder}/test-*.parquet") if path.is_file())
     if not test:
@@ -172,7 +167,7 @@ def _of_hub(name: str, hub: _Hub, root: Path, train: list[Path]) -> Source:
             f"get all files of {hub.repository}/{hub.folder}"
         )
     columns = ColumnsConfig(image=hub.image, label=hub.label)
-    read = partial(image_files.read_parquet, train, test, columns, _TORCHVISION[name].num_classes)
+    read = partial(image_files.read_parquet, train, test, columns, num_classes)
     return Source((*train, *test), read, decodes=True)
 
 
@@ -250,17 +245,20 @@ def _medmnist_part(file: Path, part: str, x: np.ndarray, y: np.ndarray) -> tuple
 
 def locate(name: str, data: DataConfig, targets: str = "class") -> Source:
     """The named data set with its files. Raises DataError with the folders searched and how to obtain it."""
-    if name not in SOURCES:
-        raise DataError(f"data set {name!r} has no samples to divide{did_you_mean(name, SOURCES)}")
+    sections = {source: kind.section for source, kind in SOURCE_KINDS.builtin.items() if not kind.section.has_clients}
+    if name not in sections:
+        raise DataError(f"data set {name!r} has no samples to divide{did_you_mean(name, sections)}")
     data = data.of_source(name)
+    code: Callable[..., Source] = SOURCE_KINDS.code_of(data)
+    if sections[name].has_targets:
+        return code(data, targets)
     if targets != "class":
-        if name not in TABLES:
-            raise DataError(
-                f"data set {name!r} has classes, the task needs targets {targets!r}, which {', '.join(TABLES)}, arrays "
-                "and my.py:load can have"
-            )
-        return TABLES[name](data, targets)
-    return SOURCES[name](data)
+        tables = ", ".join(source for source, section in sections.items() if section.has_targets)
+        raise DataError(
+            f"data set {name!r} has classes, the task needs targets {targets!r}, which {tables}, arrays and my.py:load "
+            "can have"
+        )
+    return code(data)
 
 
 # --- digits: 1,797 images of 8x8 that come with scikit-learn ------------------------------------
@@ -299,7 +297,7 @@ def _digits_table() -> np.ndarray:
 
 def mnist_by_writer(data: DataConfig) -> Source:
     """MNIST with the writer of each image."""
-    base = _located("mnist", data)
+    base = mnist(data.of_source("mnist"))
     _, files = find(
         data,
         ["", "torchvision", "mnist"],
@@ -538,20 +536,3 @@ def _folders(data: PartsDataConfig) -> dict[str, Path | None]:
     others = {"test_files": data.test_files, "validation_files": data.validation_files}
     named = {key: None if name is None else root / name for key, name in others.items()}
     return {"train_files": root / (data.train_files or ""), **named}
-
-
-SOURCES: dict[str, Callable[[Any], Source]] = {  # by the names of `SOURCE_KINDS`, each with its section
-    "digits": digits,
-    **{name: partial(_located, name) for name in _TORCHVISION},
-    "medmnist": medmnist,
-    "images": images,
-    "image_folder": image_folder,
-    "csv": csv,
-    "hf_disk": hf_disk,
-    "femnist": femnist,
-    "femnist_leaf": femnist_leaf,
-    "shakespeare_leaf": shakespeare_leaf,
-    "sent140_leaf": sent140_leaf,
-    "mnist_by_writer": mnist_by_writer,
-}
-TABLES: dict[str, Callable[[Any, str], Source]] = {"csv": csv, "hf_disk": hf_disk}  # with targets of any kind

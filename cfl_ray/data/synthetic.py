@@ -2,11 +2,12 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from cfl_ray.config.data import SOURCE_KINDS
 from cfl_ray.core.rng import stream
 from cfl_ray.data.federation import DataShape, Federation, GroupTransform, TensorSamples
 
@@ -29,13 +30,19 @@ def _sum_below(limit: float) -> Rule:
     return lambda x_nD: 10 * x_nD[:, 0] + 10 * x_nD[:, 1] <= limit
 
 
-# concepts on points that are uniform in the unit cube: (D, share of labels that are flipped, rules). Thresholds and
-# noise of SEA: W. Street, Y. Kim, KDD 2001; SINE and CIRCLE as in FedDrift's code (microsoft/FedDrift)
-CONCEPTS: dict[str, tuple[int, float, Sequence[Rule]]] = {
-    "sine": (2, 0.0, (_below_sine, lambda x_nD: ~_below_sine(x_nD))),
-    "circle": (2, 0.0, (_outside(0.2, 0.5, 0.15), _outside(0.6, 0.5, 0.25))),
-    "sea": (3, 0.1, (_sum_below(8), _sum_below(9), _sum_below(7), _sum_below(9.5))),
-}
+class Concepts(NamedTuple):
+    """Concepts on points that are uniform in the unit cube."""
+
+    dimensions: int  # D
+    rules: Sequence[Rule]  # one for each concept
+    noise: float = 0.0  # share of labels that are flipped
+    are_opposite: bool = False  # whether the second of two concepts has the other labels
+
+
+# Thresholds and noise of SEA: W. Street, Y. Kim, KDD 2001; SINE and CIRCLE as in FedDrift's code (microsoft/FedDrift)
+SINE = Concepts(2, (_below_sine, lambda x_nD: ~_below_sine(x_nD)), are_opposite=True)
+CIRCLE = Concepts(2, (_outside(0.2, 0.5, 0.15), _outside(0.6, 0.5, 0.25)))
+SEA = Concepts(3, (_sum_below(8), _sum_below(9), _sum_below(7), _sum_below(9.5)), noise=0.1)
 
 
 class SyntheticFederation(Federation):
@@ -132,12 +139,13 @@ class SyntheticFederation(Federation):
 class ConceptFederation(SyntheticFederation):
     """Points in the unit cube with two labels; client i has concept i mod G, the rule by which points are labelled.
 
-    name: a key of `CONCEPTS`.
+    name: a source of `SOURCE_KINDS` whose code is `Concepts`.
     """
 
     def __init__(self, clients: int, *, name: str, samples: int = 500, seed: int = 0) -> None:
-        dimensions, self._noise, self._rules = CONCEPTS[name]
-        super().__init__(clients, input=(dimensions,), classes=2, groups=len(self._rules), samples=samples, seed=seed)
+        self._concepts: Concepts = SOURCE_KINDS.builtin[name].load()
+        groups, input = len(self._concepts.rules), (self._concepts.dimensions,)
+        super().__init__(clients, input=input, classes=2, groups=groups, samples=samples, seed=seed)
         self.recipe = {"source": name, "clients": clients, "samples": samples, "seed": seed}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -145,10 +153,9 @@ class ConceptFederation(SyntheticFederation):
         return functools.partial(ConceptFederation, **options), ()
 
     def group_transform(self, group: int) -> GroupTransform:
-        is_sine = self.recipe["source"] == "sine"  # its concepts are each other's opposite
-        return GroupTransform(0, offset=group) if is_sine else GroupTransform(group)
+        return GroupTransform(0, offset=group) if self._concepts.are_opposite else GroupTransform(group)
 
     def _draw(self, group: int, n: int, rng: np.random.Generator) -> TensorSamples:
         x = rng.random((n, *self.shape.input), np.float32)
-        y = self._rules[group](x) ^ (rng.random(n) < self._noise)
+        y = self._concepts.rules[group](x) ^ (rng.random(n) < self._concepts.noise)
         return torch.from_numpy(x), torch.from_numpy(y.astype(np.int64))

@@ -26,69 +26,94 @@ UPLOAD = ("upload_P", "start_P", "draw")  # arguments of a user's attack
 
 
 @dataclass(frozen=True)
-class Attack:
-    """The attacking clients, their attack, and its first round. The default is no attack."""
-
-    # label_flip, sign_flip, scaled, gaussian or colluders; or a user's attack: a function f(upload_P, start_P, draw) or
-    # an object with a method `upload` of this signature, a method `labels(y, num_classes, draw)`, or both
-    kind: Any = "none"
-    clients: frozenset[int] = frozenset()
-    scale: float = 1.0
-    sigma: float = 1.0
-    from_round: int = 1
-
-    @property
-    def ids(self) -> np.ndarray:
-        """Ids of the attacking clients, int64, ascending."""
-        return np.array(sorted(self.clients), np.int64)
-
-    def attacks(self, client: int, address: Address) -> bool:
-        """Whether this client attacks in this exchange."""
-        return address.round >= self.from_round and client in self.clients
+class Forgery:
+    """A kind of attack, of `ATTACK_KINDS`: by default none. Its fields are keys of its section."""
 
     def labels(self, client: int, y: Tensor, classes: int, address: Address) -> Tensor:
-        """The labels (n,) that this client trains on."""
-        if not self.attacks(client, address):
-            return y
-        if not isinstance(self.kind, str):
-            return self._own_labels(client, y, classes, address)
-        return classes - 1 - y if self.kind == "label_flip" else y
+        """The labels (n,) that an attacker trains on."""
+        return y
 
     def upload(self, client: int, value_F: Tensor, sent_F: Tensor, address: Address) -> Tensor:
-        """The upload (F,) of this client: `value_F` itself, or its forgery if the client attacks."""
-        if not self.attacks(client, address):
-            return value_F
-        if not isinstance(self.kind, str):
-            return self._own_upload(client, value_F, sent_F, address)
-        sent_F = sent_F.to(value_F.device)
-        if self.kind == "sign_flip":
-            return sent_F - self.scale * (value_F - sent_F)
-        if self.kind == "scaled":
-            return sent_F + self.scale * (value_F - sent_F)
-        if self.kind == "gaussian":
-            draw = torch_stream(address.seed, address.round, address.exchange, client, "attack")
-            return sent_F + self.sigma * torch.randn(len(value_F), generator=draw).to(value_F.device)
-        if self.kind == "colluders":
-            draw = torch_stream(address.seed, address.round, -1, -1, "attack")
-            direction_F = torch.randn(len(value_F), generator=draw).to(value_F.device)
-            return sent_F + self.scale * (value_F - sent_F).norm() / direction_F.norm() * direction_F
+        """The upload (F,) of an attacker. value_F: its result. sent_F: the model that it received."""
         return value_F
 
-    def _own_labels(self, client: int, y: Tensor, classes: int, address: Address) -> Tensor:
-        if not hasattr(self.kind, "labels"):
+
+@dataclass(frozen=True)
+class LabelFlip(Forgery):
+    """The labels in reverse order."""
+
+    def labels(self, client: int, y: Tensor, classes: int, address: Address) -> Tensor:
+        return classes - 1 - y
+
+
+@dataclass(frozen=True)
+class SignFlip(Forgery):
+    """The update in the other direction."""
+
+    scale: float = 1.0
+
+    def upload(self, client: int, value_F: Tensor, sent_F: Tensor, address: Address) -> Tensor:
+        return sent_F - self.scale * (value_F - sent_F)
+
+
+@dataclass(frozen=True)
+class Scaled(Forgery):
+    """A multiple of the update."""
+
+    scale: float = 1.0
+
+    def upload(self, client: int, value_F: Tensor, sent_F: Tensor, address: Address) -> Tensor:
+        return sent_F + self.scale * (value_F - sent_F)
+
+
+@dataclass(frozen=True)
+class Gaussian(Forgery):
+    """Noise in place of the update."""
+
+    sigma: float = 1.0
+
+    def upload(self, client: int, value_F: Tensor, sent_F: Tensor, address: Address) -> Tensor:
+        draw = torch_stream(address.seed, address.round, address.exchange, client, "attack")
+        return sent_F + self.sigma * torch.randn(len(value_F), generator=draw).to(value_F.device)
+
+
+@dataclass(frozen=True)
+class Colluders(Forgery):
+    """An update as long as the honest one, in the direction of all attackers of the round."""
+
+    scale: float = 1.0
+
+    def upload(self, client: int, value_F: Tensor, sent_F: Tensor, address: Address) -> Tensor:
+        draw = torch_stream(address.seed, address.round, -1, -1, "attack")
+        direction_F = torch.randn(len(value_F), generator=draw).to(value_F.device)
+        return sent_F + self.scale * (value_F - sent_F).norm() / direction_F.norm() * direction_F
+
+
+@dataclass(frozen=True)
+class OwnAttack(Forgery):
+    """A user's attack.
+
+    plugin: a function f(upload_P, start_P, draw), or an object with a method `upload` of this signature, a method
+    `labels(y, num_classes, draw)`, or both.
+    """
+
+    plugin: Any
+
+    def labels(self, client: int, y: Tensor, classes: int, address: Address) -> Tensor:
+        if not hasattr(self.plugin, "labels"):
             return y
         draw = stream(address.seed, address.round, -1, client, "own attack/labels")
-        returned = call_plugin("attack", self.kind.labels, y.cpu().numpy().copy(), classes, draw)
+        returned = call_plugin("attack", self.plugin.labels, y.cpu().numpy().copy(), classes, draw)
         labels = np.asarray(returned)
         if labels.shape != tuple(y.shape) or labels.dtype.kind not in "iu":
-            where = f"attack {place_of(self.kind.labels)} returned {described(returned)}"
+            where = f"attack {place_of(self.plugin.labels)} returned {described(returned)}"
             raise RunError(f"{where}, expected integer labels of shape {tuple(y.shape)}")
         if len(bad := labels[(labels < 0) | (labels >= classes)]):
-            raise RunError(f"attack {place_of(self.kind.labels)} returned label {bad[0]}, expected 0..{classes - 1}")
+            raise RunError(f"attack {place_of(self.plugin.labels)} returned label {bad[0]}, expected 0..{classes - 1}")
         return torch.from_numpy(labels.astype(np.int64)).to(y.device)
 
-    def _own_upload(self, client: int, value_F: Tensor, sent_F: Tensor, address: Address) -> Tensor:
-        function = getattr(self.kind, "upload", None) or (self.kind if callable(self.kind) else None)
+    def upload(self, client: int, value_F: Tensor, sent_F: Tensor, address: Address) -> Tensor:
+        function = getattr(self.plugin, "upload", None) or (self.plugin if callable(self.plugin) else None)
         if function is None:
             return value_F
         draw = stream(address.seed, address.round, address.exchange, client, "own attack/upload")
@@ -103,6 +128,34 @@ class Attack:
                 f"expected an upload like the one it was passed: numbers of shape {tuple(value_F.shape)}"
             )
         return forged_F.to(value_F.device)
+
+
+@dataclass(frozen=True)
+class Attack:
+    """The attacking clients, their attack, and its first round. The default is no attack."""
+
+    kind: Forgery = Forgery()
+    clients: frozenset[int] = frozenset()
+    from_round: int = 1
+
+    @property
+    def ids(self) -> np.ndarray:
+        """Ids of the attacking clients, int64, ascending."""
+        return np.array(sorted(self.clients), np.int64)
+
+    def attacks(self, client: int, address: Address) -> bool:
+        """Whether this client attacks in this exchange."""
+        return address.round >= self.from_round and client in self.clients
+
+    def labels(self, client: int, y: Tensor, classes: int, address: Address) -> Tensor:
+        """The labels (n,) that this client trains on."""
+        return self.kind.labels(client, y, classes, address) if self.attacks(client, address) else y
+
+    def upload(self, client: int, value_F: Tensor, sent_F: Tensor, address: Address) -> Tensor:
+        """The upload (F,) of this client: `value_F` itself, or its forgery if the client attacks."""
+        if not self.attacks(client, address):
+            return value_F
+        return self.kind.upload(client, value_F, sent_F.to(value_F.device), address)
 
 
 def check_own(attack: Any) -> None:

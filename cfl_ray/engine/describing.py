@@ -1,7 +1,9 @@
 """Losses of models on clients' data, and vectors that describe clients by functions given to `Clients.describe`."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from cfl_ray.core.local_sgd import LocalSGD
-from cfl_ray.core.params import ParamSpec
+from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.rng import stream
 from cfl_ray.core.sketch import sketch
 from cfl_ray.core.work import Address, Describe, Losses
@@ -34,8 +36,11 @@ def losses(chunk: OpenChunk[Losses]) -> Arrays:
         if samples := chunk.samples(index):
             chosen = _drawn(work, chunk.client(index), len(samples[1]))
             parts[index] = samples if chosen is None else (samples[0][chosen], samples[1][chosen])
-    frozen = _frozen_logits(chunk, {index: x for index, (x, _) in parts.items()})
-    outputs = chunk.outputs(parts, work.num_models) if work.client_state is None else _own_outputs(chunk, parts)
+    frozen = frozen_logits(chunk, {index: x for index, (x, _) in parts.items()})
+    if work.client_state is None:
+        outputs = chunk.outputs(parts, dict.fromkeys(parts, [(0, k) for k in range(work.num_models)]))
+    else:
+        outputs = _own_outputs(chunk, parts)
     for model, index, logits_BC, y in outputs:
         if index in frozen:
             logits_BC = logits_BC + frozen[index]
@@ -79,7 +84,7 @@ def describe(chunk: OpenChunk[Describe]) -> Arrays:
     return arrays | {"features": pad_sequence(features, batch_first=True).numpy()}
 
 
-def _frozen_logits(chunk: OpenChunk[Losses], x_of: dict[int, Tensor]) -> dict[int, Tensor]:
+def frozen_logits(chunk: OpenChunk[Any], x_of: dict[int, Tensor]) -> dict[int, Tensor]:
     """Logits of each client's frozen model on its samples, by position in the chunk; empty without frozen models."""
     frozen = chunk.work.frozen_model
     logits: dict[int, Tensor] = {}
@@ -96,6 +101,25 @@ def _drawn(work: Losses, client: int, size: int) -> Tensor | None:
         return None
     order = stream(work.address.seed, 0, 0, client, "choice").permutation(size)
     return torch.from_numpy(np.sort(order[: work.max_samples]))
+
+
+@contextmanager
+def _constant(params: Sequence[Tensor]) -> Iterator[None]:
+    """Context in which these parameters have no gradient, and outputs have the same bits as with one."""
+    if not params:
+        yield
+        return
+    is_fast = torch.backends.mha.get_fastpath_enabled()  # other kernels for encoder layers without gradients
+    torch.backends.mha.set_fastpath_enabled(False)
+    for p in params:
+        p.requires_grad_(False)
+    try:
+        with FastPooling():
+            yield
+    finally:
+        for p in params:
+            p.requires_grad_()
+        torch.backends.mha.set_fastpath_enabled(is_fast)
 
 
 @dataclass(frozen=True)
@@ -115,12 +139,15 @@ class ClientView:
     def spec(self) -> ParamSpec:
         return self.network.spec
 
-    def gradient(self, row_P: Tensor, batch: int = 2048, samples: slice = slice(None)) -> Tensor:
+    def gradient(
+        self, row_P: Tensor, batch: int = 2048, samples: slice = slice(None), columns: Columns | None = None
+    ) -> Tensor:
         """As `ClientData.gradient`, in passes of `batch` samples; of fewer if the memory of the device is too small."""
         self.network.load(row_P)
         self.network.module.eval()
         x, y = self.x[samples], self.y[samples]
-        return self.network.memory.in_batches_of("gradient", batch, lambda batch: self._gradient(x, y, batch))
+        columns = columns or self.spec.trainable
+        return self.network.memory.in_batches_of("gradient", batch, lambda batch: self._gradient(x, y, batch, columns))
 
     @torch.no_grad()
     def loss(self, row_P: Tensor, samples: slice = slice(None)) -> float:
@@ -139,16 +166,20 @@ class ClientView:
                 self.network.module(self.network.input(x_B))
         return torch.cat(features).float().cpu()
 
-    def _gradient(self, x: Tensor, y: Tensor, batch: int) -> Tensor:
-        total: Tensor | None = None
-        for x_B, y_B in zip(x.split(batch), y.split(batch), strict=True):
-            with self.network.without_cudnn(), self.network.dense_gradients():
-                logits_BC = self.network.module(self.network.input(x_B))
-            loss = self.network.task.total_loss(logits_BC, y_B.to(self.network.device)) / len(y)
-            grads = torch.autograd.grad(loss, self.network.params, materialize_grads=True)
-            part = torch.cat([g.reshape(-1) for g in grads])
-            total = part if total is None else total.add_(part)
-        assert total is not None  # a client without samples was excluded earlier
+    def _gradient(self, x: Tensor, y: Tensor, batch: int, columns: Columns) -> Tensor:
+        params, ends = self.network.params, self.spec.ends
+        is_needed = [columns.within(end - p.numel(), end).count > 0 for p, end in zip(params, ends, strict=False)]
+        needed, total = list(compress(params, is_needed)), torch.zeros(())
+        with _constant([p for p, is_one in zip(params, is_needed, strict=True) if not is_one]):
+            for at, (x_B, y_B) in enumerate(zip(x.split(batch), y.split(batch), strict=True)):
+                with self.network.without_cudnn(), self.network.dense_gradients():
+                    logits_BC = self.network.module(self.network.input(x_B))
+                loss = self.network.task.total_loss(logits_BC, y_B.to(self.network.device)) / len(y)
+                found = iter(torch.autograd.grad(loss, needed, materialize_grads=True))
+                pairs = zip(params, is_needed, strict=True)
+                grads = [next(found) if is_one else torch.zeros_like(p) for p, is_one in pairs]
+                part = columns.of(torch.cat([g.reshape(-1) for g in grads]))
+                total = part if at == 0 else total.add_(part)
         return total.cpu()
 
     def outputs(self, row_P: Tensor) -> Tensor:

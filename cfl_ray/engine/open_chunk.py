@@ -15,12 +15,13 @@ from cfl_ray.engine.engines import ENGINES, SEQUENTIAL
 from cfl_ray.engine.failure import naming_client
 from cfl_ray.engine.rows import DeviceRows, RowLookup
 from cfl_ray.engine.samples import SampleCache, Samples
-from cfl_ray.engine.task import TrainingResult, TrainingTask
+from cfl_ray.engine.task import TrainingResult, TrainingTask, WeighedSamples
 from cfl_ray.engine.validation import invalid_data_reason
 from cfl_ray.engine.vmap_batches import train_alone
 from cfl_ray.nn.network import Network
 
 Arrays = dict[str, np.ndarray]
+Row = tuple[int, int]  # of a model: table and row in it
 Stored = Mapping[int, Tensor] | Sequence[Tensor]  # by position: client states, or deferred results
 
 W = TypeVar("W", bound=Work)
@@ -77,8 +78,10 @@ class OpenChunk(Generic[W]):
     # ---- results so far
     kept: KeptByClients = field(default_factory=KeptByClients)
     excluded: dict[int, Exclusion] = field(default_factory=dict)
-    # of a mixture, by client: responsibilities (n, K) and targets, on the CPU
-    responsibilities: dict[int, Samples] = field(default_factory=dict)
+    # weights of the samples of clients whose program gives them, by the position of the client's first entry
+    weighed: Mapping[int, WeighedSamples] = field(default_factory=dict)
+    # values of the result that are known before the first step, of the entries with a task, by position
+    known: dict[int, Arrays] = field(default_factory=dict)
     # tasks of the clients whose program is not finished after the last step, by position
     unfinished: dict[int, TrainingTask] = field(default_factory=dict)
     _on_device: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # rows used so far, by table and row
@@ -132,13 +135,20 @@ class OpenChunk(Generic[W]):
         """The stored value of a client; None without a value."""
         return self.stored.get(index) if isinstance(self.stored, Mapping) else self.stored[index]
 
-    def outputs(self, samples: Mapping[int, Samples], models: int) -> Iterator[tuple[int, int, Tensor, Tensor]]:
-        """Yields (model, index, outputs, targets) of the first models of table 0, each loaded once."""
-        for model in range(models if samples else 0):
-            self.network.load(self.row(0, model))
-            for index, (x, y) in samples.items():
+    def outputs(
+        self, samples: Mapping[int, Samples], rows_of: Mapping[int, Sequence[Row]]
+    ) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+        """Yields (number, index, outputs, targets) of the clients' models; shared models are loaded once."""
+        users: dict[tuple[int, Row], list[int]] = {}
+        for index in samples:
+            for used in enumerate(rows_of[index]):
+                users.setdefault(used, []).append(index)
+        for (number, row), indices in users.items():
+            self.network.load(self.row(*row))
+            for index in indices:
+                x, y = samples[index]
                 outputs = self.network.logits(x)
-                yield model, index, outputs, y.to(outputs.device)
+                yield number, index, outputs, y.to(outputs.device)
 
     # ---- samples
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from cfl_ray.core.client_program import ClientProgram, Held, as_numbers, first_numbers, lengths
-from cfl_ray.core.work import Train
+from cfl_ray.core.params import ParamSpec
+from cfl_ray.core.work import Given, Train, Weigh
 from cfl_ray.engine.client_state import starting_row, stored_numbers, with_client_state
 from cfl_ray.engine.describing import ClientView
 from cfl_ray.engine.failure import naming_client
@@ -22,33 +23,46 @@ from cfl_ray.plugins.calling import call_plugin, described, place_of
 
 def held_by(chunk: OpenChunk[Train], index: int) -> tuple[Tensor, HeldByClient]:
     """The row (P,) that a client's training starts from, before `begin`, and what the client holds for it."""
-    work, value, spec = chunk.work, chunk.stored_value(index), chunk.network.spec
-    program, given, received_P = work.program, work.given, chunk.on_device(work.start, index)
-    models = {name: chunk.on_device(rows, index) for name, rows in given.models.items()}
+    work, value = chunk.work, chunk.stored_value(index)
+    program, received_P, (models, given) = work.program, chunk.on_device(work.start, index), _given_to(chunk, index)
     if program.kept_model:
         start_P, first_P = received_P, models.get(program.kept_model, received_P)
         models[program.kept_model] = with_client_state(first_P, work.client_state, value)
     else:
         start_P = starting_row(received_P, work.client_state, value)
-    numbers = {name: torch.from_numpy(values_M)[index] for name, values_M in given.number_of.items()}
-    kept, velocity = stored_numbers(value, work.client_state, first_numbers(program, spec), spec)
+    first = first_numbers(program, chunk.network.spec)
+    kept, velocity = stored_numbers(value, work.client_state, first, chunk.network.spec)
     held = HeldByClient(
         models,
-        numbers | kept,
-        tuple(term.of_client(index, chunk.on_device(term.anchor, index)) for term in given.proximal),
+        given | kept,
+        tuple(term.of_client(index, chunk.on_device(term.anchor, index)) for term in work.given.proximal),
         frozen_P=chunk.frozen(index),
         velocity=velocity if work.local.persist else None,
     )
     return start_P, held
 
 
+def held_to_weigh(chunk: OpenChunk[Train] | OpenChunk[Weigh], index: int) -> HeldByClient:
+    """The models and numbers that a client holds before `weigh`: of several models, without what it keeps for each."""
+    if isinstance(chunk.work, Train) and chunk.work.num_models is None:
+        return held_by(chunk, index)[1]
+    return HeldByClient(*_given_to(chunk, index))
+
+
+def _given_to(chunk: OpenChunk[Any], index: int) -> tuple[Held, Held]:
+    """The models and the numbers that a client gets for its program."""
+    given: Given = chunk.work.given
+    models = {name: chunk.on_device(rows, index) for name, rows in given.models.items()}
+    return models, {name: torch.from_numpy(values_M)[index] for name, values_M in given.number_of.items()}
+
+
 def begun(chunk: OpenChunk[Train], index: int, task: TrainingTask) -> TrainingTask:
     """The task after the program's `begin`."""
     if not task.program.overrides("begin"):
         return task
-    held, start_P = _on_cpu(task), task.start_P.cpu()
+    held, start_P = on_cpu(task.held), task.start_P.cpu()
     with naming_client(task.client, "beginning its program"):
-        view = _view(chunk, index, (task.x, task.y))
+        view = view_of(chunk, index, (task.x, task.y))
         row_P = call_plugin("begin", task.program.begin, view, start_P.clone(), held, where=" of a client program")
     if not isinstance(row_P, Tensor) or row_P.shape != start_P.shape:
         raise RunError(
@@ -63,25 +77,29 @@ def begun(chunk: OpenChunk[Train], index: int, task: TrainingTask) -> TrainingTa
                 f"{len(start_P)} numbers"
             )
         models[name] = value.detach().to(start_P.dtype)
-    numbers = {}
-    for name, value in held.items():
-        number = as_numbers(value)
-        if number is None:
-            raise RunError(
-                f"{place_of(task.program)}: after begin, held[{name!r}] is {described(value)}, expected numbers"
-            )
-        numbers[name] = number
+    numbers = numbers_in(held, task.program, "begin")
     return replace(
         task, start_P=row_P.detach().to(start_P.dtype), held=replace(task.held, models=models, numbers=numbers)
     )
 
 
+def numbers_in(held: Held, program: ClientProgram, hook: str) -> Held:
+    """The numbers that a hook has left in `held`. Raises RunError for anything else."""
+    numbers = {}
+    for name, value in held.items():
+        number = as_numbers(value)
+        if number is None:
+            raise RunError(f"{place_of(program)}: after {hook}, held[{name!r}] is {described(value)}, expected numbers")
+        numbers[name] = number
+    return numbers
+
+
 def finished(chunk: OpenChunk[Train], index: int, task: TrainingTask, result: TrainingResult) -> Held:
     """The tensors that the client holds after the program's `finish`, on the CPU, models as whole rows."""
-    held = _on_cpu(task) | {name: value.cpu() for name, value in result.moved.items()}
+    held = on_cpu(task.held) | {name: value.cpu() for name, value in result.moved.items()}
     if task.program.overrides("finish"):
         with naming_client(task.client, "finishing its program"):
-            view = _view(chunk, index, (task.x, task.y))
+            view = view_of(chunk, index, (task.x, task.y))
             received_P, row_P = chunk.model(chunk.work.start, index).clone(), result.row_P.cpu().clone()
             call_plugin("finish", task.program.finish, view, received_P, row_P, held, where=" of a client program")
     spec = chunk.network.spec
@@ -89,6 +107,11 @@ def finished(chunk: OpenChunk[Train], index: int, task: TrainingTask, result: Tr
     for declared in (kept, lengths(task.program, "uploads", spec), lengths(task.program, "reports", spec)):
         held |= _checked(task.program, held, declared)
     return held
+
+
+def reported(task: TrainingTask, spec: ParamSpec) -> Held:
+    """The numbers that a client reports whose program does not change them from the first step on."""
+    return _checked(task.program, on_cpu(task.held), lengths(task.program, "reports", spec))
 
 
 def invalid_reason(program: ClientProgram, held: Mapping[str, Tensor], chunk: OpenChunk[Train]) -> str | None:
@@ -106,13 +129,15 @@ def report(program: ClientProgram, held: Mapping[str, Tensor], chunk: OpenChunk[
     }
 
 
-def _on_cpu(task: TrainingTask) -> Held:
-    return {name: value.cpu().clone() for name, value in {**task.held.models, **task.held.numbers}.items()}
+def on_cpu(held: HeldByClient) -> Held:
+    """Copies of the models, whole rows, and of the numbers, as `weigh`, `begin` and `finish` find them."""
+    return {name: value.cpu().clone() for name, value in {**held.models, **held.numbers}.items()}
 
 
-def _view(chunk: OpenChunk[Train], index: int, samples: Samples) -> ClientView:
+def view_of(chunk: OpenChunk[Train] | OpenChunk[Weigh], index: int, samples: Samples) -> ClientView:
+    """The client as `weigh`, `begin` and `finish` see it."""
     work = chunk.work
-    steps = int(work.steps_M[index])
+    steps = int(work.steps_M[index]) if isinstance(work, Train) else 0
     return ClientView(
         chunk.client(index), *samples, chunk.network, work.address, work.local, chunk.train_one, steps=steps
     )

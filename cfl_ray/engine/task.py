@@ -1,7 +1,7 @@
 """Input and output of an engine: the local training of one client, and its result."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -29,6 +29,32 @@ class HeldByClient:
     def for_steps(self, trained: int) -> dict[str, Tensor]:
         """The models, in their trained columns, and the numbers, as hooks find them."""
         return {name: row_P[:trained] for name, row_P in self.models.items()} | dict(self.numbers)
+
+
+@dataclass(frozen=True)
+class WeighedSamples:
+    """The samples of a client as its program has weighed them (`ClientProgram.weigh`)."""
+
+    weight_nK: Tensor  # float32, on the CPU: weight of each sample in the loss of each of K models
+    changed: Mapping[str, Tensor]  # numbers that the program has changed
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all weights are finite."""
+        return bool(torch.isfinite(self.weight_nK).all())
+
+    @property
+    def mean_K(self) -> np.ndarray:
+        """Mean weights over the samples, float64 (K,)."""
+        mean_K: np.ndarray = self.weight_nK.double().mean(0).numpy()
+        return mean_K
+
+    def held(self, held: HeldByClient, model: int) -> HeldByClient:
+        """The tensors that the client holds for the training of this model."""
+        weight_n = self.weight_nK[:, model].contiguous()
+        plain = self.weight_nK.shape[1] == 1 and bool((weight_n == 1).all())  # such as the mixture of one model
+        numbers = {**held.numbers, **self.changed}
+        return replace(held, numbers=numbers, weight_n=None if plain else weight_n)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from cfl_ray.core.client_program import Held, first_numbers
 from cfl_ray.core.sketch import sketch
 from cfl_ray.core.work import AverageDeferred, Train, UpdateFeatures, scores_name
-from cfl_ray.engine import mixtures, programs, scoring
+from cfl_ray.engine import programs, sample_weights, scoring
 from cfl_ray.engine.client_state import client_state_value, predicting_row
 from cfl_ray.engine.engine import TrainedBatch
 from cfl_ray.engine.evaluating import client_scores
@@ -102,7 +102,9 @@ def train(chunk: OpenChunk[Train], sums: HostSums, together: TrainedTogether | N
             for part in work.local_parts:
                 scores, _ = client_scores(chunk, index, logits, work.local_test_samples, part)
                 arrays[f"local_{scores_name(part)}"][index] = scores[:2]  # the evaluation reports invalid test data
-    mixtures.after_training(chunk, arrays)
+    for index in np.flatnonzero(arrays["valid"]).tolist():
+        for name, value in chunk.known.get(index, {}).items():
+            arrays[name][index] = value
     if averages is not None:
         _close(averages, arrays)
         sums.add(averages)
@@ -251,10 +253,14 @@ def training_task(chunk: OpenChunk[Train], index: int, before_P: Tensor | None =
     before_P: result of the previous client, from which this one starts; None: it starts from its own row.
     """
     samples = chunk.samples(index)
-    weight_n = None if samples is None else mixtures.sample_weights(chunk, index)
+    weighed = None if samples is None else sample_weights.weighed(chunk, index)
     if samples is None or index in chunk.excluded:
         return None
     work, (start_P, held) = chunk.work, programs.held_by(chunk, index)
+    known = Arrays()
+    if weighed is not None:
+        held = weighed.held(held, 0 if work.num_models is None else int(work.start.row_M[index]))
+        known |= {} if work.num_models is None else {"weights": weighed.mean_K}
     task = TrainingTask(
         chunk.client(index),
         start_P if before_P is None else before_P,
@@ -263,12 +269,16 @@ def training_task(chunk: OpenChunk[Train], index: int, before_P: Tensor | None =
         local=work.local,
         address=work.address,
         program=work.program,
-        held=replace(held, weight_n=weight_n),
+        held=held,
         only_summed=not _uses_rows(work),
     )
     task = programs.begun(chunk, index, task)
     if work.finishes:
         chunk.unfinished[index] = task
+    elif work.reports:
+        known |= programs.report(work.program, programs.reported(task, chunk.network.spec), chunk)
+    if known:
+        chunk.known[index] = known
     return task
 
 

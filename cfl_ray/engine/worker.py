@@ -17,14 +17,14 @@ from cfl_ray.core.work import (
     Describe,
     EvaluateClients,
     EvaluateShared,
-    FitMixture,
     Losses,
     Train,
+    Weigh,
     Work,
 )
 from cfl_ray.data.federation import Federation
 from cfl_ray.data.replay import ReplayedFederation
-from cfl_ray.engine import describing, evaluating, mixtures, training
+from cfl_ray.engine import describing, evaluating, sample_weights, training
 from cfl_ray.engine.attack import Attack
 from cfl_ray.engine.engines import mixes_chunks
 from cfl_ray.engine.open_chunk import Arrays, KeptByClients, OpenChunk, Stored, Trainer
@@ -111,8 +111,8 @@ def _arrays(chunk: OpenChunk[Any], sums: HostSums, together: training.TrainedTog
             return {"combined": combine_columns(chunk.work, chunk.stored)}
         case Losses():
             return describing.losses(chunk)
-        case FitMixture():
-            return mixtures.fit(chunk)
+        case Weigh():
+            return sample_weights.fit(chunk)
         case Describe():
             return describing.describe(chunk)
         case EvaluateClients():

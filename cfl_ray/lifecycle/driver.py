@@ -18,7 +18,7 @@ from cfl_ray.config.data import NOT_IN_RECIPE
 from cfl_ray.config.unused import unused_keys
 from cfl_ray.errors import NotReproduced, RunStopped, class_and_text
 from cfl_ray.lifecycle.load import load_trained
-from cfl_ray.lifecycle.recorder import MethodRecorder, finish_log, write_figures
+from cfl_ray.lifecycle.recorder import MethodRecorder, copy_figures, finish_log, write_figures
 from cfl_ray.methods import full_label
 from cfl_ray.plugins.calling import reference_of
 from cfl_ray.results.environment import add_fallbacks
@@ -136,9 +136,11 @@ class Driver:
         return finished
 
     def _write_artifacts(self, directory: Path, results: dict[str, MethodResult]) -> None:
-        """Writes the figures that compare all methods, and the report."""
+        """Writes the figures that compare all methods, and the report. A single method's figures are copied."""
         records = {label: result.records for label, result in results.items()}
-        write_figures(RunDirectory(directory).artifacts, records, self.watcher.warn)
+        files = RunDirectory(directory)
+        if len(results) > 1 or not copy_figures(files.method(*results).artifacts, files.artifacts):
+            write_figures(files.artifacts, records, self.watcher.warn)
         if self.experiment.tracking.report and self.study is None:  # a study has one page for all its runs
             run = FoundRun(directory, self.experiment, Results(results, directory))
             report_at_the_end(directory, lambda: [run], self.watcher.warn)
@@ -319,6 +321,7 @@ def _comparison(results: Mapping[str, MethodResult]) -> dict[str, float]:
     return comparison
 
 
+@cache  # that of the code which this process imported
 def _git_commit() -> str:
     """The commit of the running code, or "unknown" outside a checkout."""
     command = ["git", "rev-parse", "HEAD"]

@@ -14,7 +14,7 @@ from cfl_ray.results.trained import TrainedMethod
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.journal import Journal, grown_by
 from cfl_ray.setup.setup import Setup
-from cfl_ray.system.files import drafted, write_text
+from cfl_ray.system.files import drafted, private_folder, write_text
 from cfl_ray.tracking import RUN_METRICS, RoundRecord, RunLog, check_metrics, last_record, read_records, summarise
 from cfl_ray.tracking.record import EndStatus, score_metrics_of, validation_metric
 
@@ -131,8 +131,7 @@ class MethodRecorder:
         if events := [event for record in self.records for event in record.events]:
             write_text(files.cluster_events, "".join(json.dumps(event.to_fields()) + "\n" for event in events))
         for file in filter(Path.exists, (files.diagnostics, files.events)):  # events: joins and leaves on request
-            with drafted(files.artifact(file)) as draft:
-                shutil.copyfile(file, draft)
+            _copy(file, files.artifact(file))
         write_text(files.artifact(files.config), self.setup.experiment.to_yaml(credentials=False))
 
 
@@ -179,3 +178,18 @@ def write_figures(
                 warn(f"the figures in {directory} were not written: {class_and_text(error)}")
             else:
                 time.sleep(_PAUSE_SECONDS)
+
+
+def copy_figures(source: Path, directory: Path) -> bool:
+    """Copies the figures of a folder, which take much longer to draw again. Returns whether there are any."""
+    figures = sorted(source.glob("*.png"))
+    if figures:
+        private_folder(directory)
+    for figure in figures:
+        _copy(figure, directory / figure.name)
+    return bool(figures)
+
+
+def _copy(file: Path, to: Path) -> None:
+    with drafted(to) as draft:
+        shutil.copyfile(file, draft)

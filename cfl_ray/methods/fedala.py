@@ -61,7 +61,7 @@ class LocalAggregation:
             for batch in batches:
                 if batch is batches[-1] and is_first:
                     losses.append(client.loss(t_P, samples=batch))
-                gradient_X = self.top.of(client.gradient(t_P, samples=batch))
+                gradient_X = client.gradient(t_P, samples=batch, columns=self.top)
                 w_X = (w_X - self.eta * gradient_X * (theta_X - v_X)).clamp(0, 1)
                 self.top.put(t_P, v_X + (theta_X - v_X) * w_X)
             if len(losses) > LAST and np.std(losses[-LAST:]) < self.threshold:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from cfl_ray.core.clients import Clients, ClientState
 from cfl_ray.core.method import OneModel, option, weights_option
-from cfl_ray.core.params import Columns, ParamSpec
+from cfl_ray.core.params import Columns, ParamSpec, layer_name
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
@@ -41,7 +41,8 @@ class FedBABU(OneModel, name="fedbabu"):
     def check_model(self, spec: ParamSpec) -> None:
         if not spec.base.within(0, spec.trained).count:
             raise ConfigError(
-                f"{self.name} trains all layers but the last, and the model has a single layer, {spec.layers[-1]!r}"
+                f"{self.name} trains all layers but the last, and the model has a single layer, "
+                f"{layer_name(spec.layers[-1])}"
             )
 
     def shared_columns(self, spec: ParamSpec) -> Columns:

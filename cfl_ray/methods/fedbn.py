@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from cfl_ray.core.clients import Clients, ClientState, LocalTraining
 from cfl_ray.core.method import OneModel, option, weights_option
-from cfl_ray.core.params import Columns, ParamSpec
+from cfl_ray.core.params import Columns, ParamSpec, layer_name
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.state import State
 
@@ -60,7 +60,7 @@ class FedBN(OneModel, name="fedbn"):
         return (
             ""
             if self.norms(spec).count
-            else f"the model has no norm layer of this type ({', '.join(spec.layers)}): it is FedAvg"
+            else f"the model has no norm layer of this type ({', '.join(map(layer_name, spec.layers))}): it is FedAvg"
         )
 
     def round(self, state: State, clients: Clients, rng: Draws) -> State:

@@ -20,15 +20,18 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from cfl_ray.core.clients import Clients, Mixture
+from cfl_ray.core.clients import Clients, Held, LocalTraining
 from cfl_ray.core.method import Start, option, weights_option
-from cfl_ray.core.mixtures import MixtureMethod, MixtureState
+from cfl_ray.core.mixtures import Mixture, MixtureMethod, MixtureState
 from cfl_ray.core.rng import Draws
 
 
-def responsibilities(loss_nK: Tensor, y_n: Tensor, pi_K: Tensor, received: Tensor | None) -> Tensor:
-    """Responsibilities q (n, K), proportional to pi_k exp(-loss_k)."""
-    return (pi_K.log() - loss_nK).softmax(1)
+@dataclass(frozen=True)
+class Likelihoods(Mixture):
+    """q_i(s, k) ~ pi_ik exp(-loss(theta_k; s))."""
+
+    def responsibilities(self, loss_nK: Tensor, y_n: Tensor, held: Held) -> Tensor:
+        return (held["mixture"].log() - loss_nK).softmax(1)
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,8 @@ class FedEM(MixtureMethod[MixtureState], name="fedem"):
     def round(self, state: MixtureState, clients: Clients, rng: Draws) -> MixtureState:
         received, weight_M = self.broadcast(state, clients), clients.weights(self.weights)
         # q_i and pi_i, then theta_ik
-        mixture = self.mixture(state, state.weights_of(clients.ids_M))
-        updates = clients.train_mixture(received, mixture, average=weight_M)
+        how = self.how(state, state.weights_of(clients.ids_M))
+        updates = clients.train_mixture(received, how, average=weight_M)
         # theta_k
         if self.damped:
             total = clients.all_reachable().weights(self.weights).sum()
@@ -62,5 +65,5 @@ class FedEM(MixtureMethod[MixtureState], name="fedem"):
             models_KP = updates.averaged(default=state.models_KP)
         return state.with_weights(clients, updates.weight_MK, models_KP=models_KP)
 
-    def mixture(self, state: MixtureState, pi_MK: np.ndarray) -> Mixture:
-        return Mixture(responsibilities, pi_MK)
+    def how(self, state: MixtureState, pi_MK: np.ndarray) -> LocalTraining:
+        return LocalTraining(program=Likelihoods(), given={"mixture": pi_MK})

@@ -20,15 +20,17 @@ without C(y, k) whenever a round is logged (`fit_steps`); and has weight decay 5
 between rounds (`local.persist`).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cfl_ray.core.clients import Clients, Mixture, Sent
+from cfl_ray.core.clients import Clients, Held, LocalTraining, ProgramClient, Sent
 from cfl_ray.core.method import Start, option, weights_option
-from cfl_ray.core.mixtures import MixtureMethod, MixtureState
+from cfl_ray.core.mixtures import Mixture, MixtureMethod, MixtureState
+from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.rng import Draws
 
 _LEAST_SHARE = 1e-8
@@ -41,20 +43,23 @@ class FedRCState(MixtureState):
     share_CK: Tensor  # float32 (C, K), C(y, k); columns add up to 1
 
 
-def responsibilities(loss_nK: Tensor, y_n: Tensor, omega_K: Tensor, share_CK: Tensor | None) -> Tensor:
-    """Responsibilities gamma (n, K), proportional to omega_k exp(-loss_k) / C(y, k)."""
-    assert share_CK is not None
-    return (omega_K.log() - loss_nK - share_CK[y_n].log()).softmax(1)
-
-
 @dataclass(frozen=True)
-class LabelMasses:
-    """The sums of gamma over a client's samples of each label, (C, K), which it uploads."""
+class LabelFree(Mixture):
+    """gamma_i(s, k) ~ omega_ik exp(-loss(theta_k; s)) / C(y_s, k), whose sums over each label a client reports."""
 
     num_classes: int
+    num_models: int
 
-    def __call__(self, gamma_nK: Tensor, y_n: Tensor) -> Tensor:
-        return torch.zeros(self.num_classes, gamma_nK.shape[1]).index_add_(0, y_n, gamma_nK)
+    def reports(self, spec: ParamSpec) -> Mapping[str, int]:
+        return {"label masses": self.num_classes * self.num_models}
+
+    def responsibilities(self, loss_nK: Tensor, y_n: Tensor, held: Held) -> Tensor:
+        return (held["mixture"].log() - loss_nK - held["share"][y_n].log()).softmax(1)
+
+    def weigh(self, client: ProgramClient, loss_nK: Tensor, held: Held) -> Tensor:
+        gamma_nK = super().weigh(client, loss_nK, held)
+        held["label masses"] = torch.zeros(self.num_classes, self.num_models).index_add_(0, client.y.cpu(), gamma_nK)
+        return gamma_nK
 
 
 @dataclass(frozen=True)
@@ -75,10 +80,10 @@ class FedRC(MixtureMethod[FedRCState], name="fedrc"):
     def round(self, state: FedRCState, clients: Clients, rng: Draws) -> FedRCState:
         received = self.broadcast(state, clients)
         # gamma_i and omega_i, then theta_ik
-        mixture = self.mixture(state, state.weights_of(clients.ids_M))
-        updates = clients.train_mixture(received, mixture, average=clients.weights(self.weights))
+        how = self.how(state, state.weights_of(clients.ids_M))
+        updates = clients.train_mixture(received, how, average=clients.weights(self.weights))
         # C(y, k)
-        mass_CK = updates.upload_MF.double().sum(0).reshape(state.share_CK.shape)
+        mass_CK = updates.reported("label masses").nan_to_num().double().sum(0).reshape(state.share_CK.shape)
         share_CK = (mass_CK / mass_CK.sum(0)).clamp(min=_LEAST_SHARE).float()
         return state.with_weights(
             clients,
@@ -92,8 +97,6 @@ class FedRC(MixtureMethod[FedRCState], name="fedrc"):
         clients.count_download(state.share_CK.numel())
         return super().broadcast(state, clients)
 
-    def mixture(self, state: FedRCState, omega_MK: np.ndarray) -> Mixture:
-        count = len(state.share_CK)
-        return Mixture(
-            responsibilities, omega_MK, state.share_CK, upload=LabelMasses(count), upload_floats=state.share_CK.numel()
-        )
+    def how(self, state: FedRCState, omega_MK: np.ndarray) -> LocalTraining:
+        share_MCK = np.broadcast_to(state.share_CK.numpy(), (len(omega_MK), *state.share_CK.shape))
+        return LocalTraining(program=LabelFree(*state.share_CK.shape), given={"mixture": omega_MK, "share": share_MCK})

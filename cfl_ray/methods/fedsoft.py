@@ -25,18 +25,21 @@ import numpy as np
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from cfl_ray.core.clients import Clients, ClientState, LocalTraining, Mixture, Proximal
+from cfl_ray.core.clients import Clients, ClientState, Held, LocalTraining, Proximal
 from cfl_ray.core.method import Start, option
-from cfl_ray.core.mixtures import MixtureMethod, MixtureState
+from cfl_ray.core.mixtures import Mixture, MixtureMethod, MixtureState
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.serving import Serving
 
 PERSONAL = ClientState("personal", private=False)  # w_i
 
 
-def nearest(loss_nK: Tensor, y_n: Tensor, weight_K: Tensor, received: Tensor | None) -> Tensor:
-    """One-hot (n, K): the centre with the least loss for each sample; ties go to the first centre."""
-    return one_hot(loss_nK.argmin(1), loss_nK.shape[1]).float()
+@dataclass(frozen=True)
+class Nearest(Mixture):
+    """One-hot: the centre with the least loss for each sample; ties go to the first centre."""
+
+    def responsibilities(self, loss_nK: Tensor, y_n: Tensor, held: Held) -> Tensor:
+        return one_hot(loss_nK.argmin(1), loss_nK.shape[1]).float()
 
 
 @dataclass(frozen=True)
@@ -115,5 +118,5 @@ class FedSoft(MixtureMethod[MixtureState], name="fedsoft"):
     def serve(self, state: MixtureState, clients: Clients) -> Serving:
         return Serving(state.models_KP, super().serve(state, clients).row_M, client_state=PERSONAL)
 
-    def mixture(self, state: MixtureState, weight_MK: np.ndarray) -> Mixture:
-        return Mixture(nearest, weight_MK)
+    def how(self, state: MixtureState, weight_MK: np.ndarray) -> LocalTraining:
+        return LocalTraining(program=Nearest(), given={"mixture": weight_MK})

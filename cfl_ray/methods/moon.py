@@ -25,7 +25,7 @@ from torch.nn.functional import cosine_similarity
 
 from cfl_ray.core.clients import Batch, ClientProgram, Clients, ClientState, Held, LocalTraining, ProgramClient
 from cfl_ray.core.method import Method, Start, option, weights_option
-from cfl_ray.core.params import ParamSpec
+from cfl_ray.core.params import ParamSpec, layer_name
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.state import State
 
@@ -75,6 +75,14 @@ class Moon(Method[InitialState], name="moon"):
         choices=("off", "initial"),
     )
     weights: str = weights_option()
+
+    def model_warning(self, spec: ParamSpec) -> str:
+        if len(spec.layers) > 1:
+            return ""
+        return (
+            f"the model has a single layer, {layer_name(spec.layers[0])}, whose inputs are those of the model: the "
+            "contrastive loss has no gradient, and it is FedAvg"
+        )
 
     def init(self, start: Start) -> InitialState:
         first_KP = start.new_model(0)[None]

@@ -38,7 +38,7 @@ def tried(recipe: ModelRecipe, seed: int) -> ModelRecipe:
         name: tensor for name, tensor in held.tensors.items() if _equal(tensor, of_other.tensors.get(name))
     }
     fingerprints = {name: fingerprint_of(tensor) for name, tensor in constants.items()}
-    warnings += _unregistered(recipe, held)
+    warnings += _unregistered(recipe, held) or _check_batches(recipe, module.eval())
     _check_answers(recipe, first, other, drew)
     _check_gradient(recipe, module.train())
     return replace(recipe, warnings=tuple(warnings), constants=fingerprints)
@@ -97,6 +97,32 @@ def _check_forward(recipe: ModelRecipe, module: nn.Module) -> bool:
             need = f"the targets of the data need {expected}"
         raise ConfigError(f"model {recipe.place} answers 2 samples with shape {tuple(outputs.shape)}, but {need}")
     return draws
+
+
+def _check_batches(recipe: ModelRecipe, module: nn.Module) -> list[str]:
+    """A warning of a network that does not take one sample; none without. Raises ConfigError if it is three.
+
+    Batches have any size: the last one of a client, and those of a test.
+    """
+    if problem := _problem_of_batch(recipe, module, 3):
+        raise ConfigError(f"model {recipe.place} takes a batch of 2 samples, but {problem}; batches have any size")
+    if problem := _problem_of_batch(recipe, module, 1):
+        return [
+            f"model {recipe.place} {problem}: a batch of one sample, such as a client's last one, may end the run; if "
+            "the model calls squeeze(), write squeeze(dim)"
+        ]
+    return []
+
+
+def _problem_of_batch(recipe: ModelRecipe, module: nn.Module, size: int) -> str | None:
+    x = recipe.others()[torch.arange(size) % 2]
+    try:
+        with torch.no_grad(), global_generators.seeded(0):
+            shape = tuple(module(x).shape)
+    except Exception as error:
+        return f"does not take a batch of {size}: {_explained(recipe, error)}"
+    expected = (size, *(recipe.outputs or (recipe.num_classes,)))
+    return None if shape == expected else f"answers a batch of {size} with shape {shape}, expected {expected}"
 
 
 def _raise_dropout(recipe: ModelRecipe, module: nn.Module) -> NoReturn:
@@ -205,10 +231,14 @@ def _check_answers(recipe: ModelRecipe, first: nn.Module, other: nn.Module, drew
 def _answer(recipe: ModelRecipe, module: nn.Module, seed: int, x: Tensor | None = None) -> _Answer:
     """The answer to two samples with this seed of the global generators. x: the samples; None: `recipe.others()`."""
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    with torch.no_grad(), global_generators.seeded(seed):
-        before = global_generators.states()
-        outputs: Tensor = module(recipe.others() if x is None else x)
-        draws = before != global_generators.states()
+    try:
+        with torch.no_grad(), global_generators.seeded(seed):
+            before = global_generators.states()
+            outputs: Tensor = module(recipe.others() if x is None else x)
+            draws = before != global_generators.states()
+    except Exception as error:
+        values = "samples between 0 and 1" if recipe.dtype.is_floating_point else "samples of token 1"
+        raise ConfigError(f"model {recipe.place} does not take {values}: {_explained(recipe, error)}") from error
     changed = [name for name, buffer in module.named_buffers() if not _equal(buffer, buffers.get(name), exact=True)]
     return _Answer(outputs.clone(), draws, changed)
 

@@ -149,7 +149,8 @@ class Network:
         self.outside = {name: buffer for name, buffer in rest.items() if name not in masks}
         self._trial_forward()
         statistics = frozenset(self.spec.names[self.spec.num_params :])
-        self.spec = replace(self.spec, constant=statistics - self._effects.changed)
+        not_linear = self._order.not_linear
+        self.spec = replace(self.spec, constant=statistics - self._effects.changed, not_linear=frozenset(not_linear))
         # buffers that are not part of a row and may change in a forward pass: `load` resets them to these values
         self.counters = {
             name: initial
@@ -264,7 +265,8 @@ class Network:
         random_forward:   whether a forward pass in training draws from PyTorch's global generator: dropout of attention
                           and recurrent layers, noise; also dropout that cannot have masks by sample, because the first
                           axis of its inputs is not the batch or the passes differ.
-        batch_statistics: whether outputs or float buffers depend on the other samples of a batch, as with BatchNorm.
+        batch_statistics: whether outputs, float buffers or gradients depend on the other samples of a batch, as with
+                          BatchNorm, and with gradients of embeddings that are divided by how often a token occurs.
         side_effect:      reason why only the sequential engine can train the network: its forward pass changes
                           parameters, or buffers in another way than BatchNorm; None if it does not.
         """
@@ -283,6 +285,7 @@ class Network:
         effects = self._effects
         self.batch_statistics = (
             any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.module.modules())
+            or any(getattr(m, "scale_grad_by_freq", False) for m in self.module.modules())
             or not effects.changed.isdisjoint(self.spec.names[self.spec.num_params :])
             or (not effects.changed and self._mixes_samples())
         )
@@ -336,7 +339,7 @@ class Network:
         for layer in layers.values():
             layer.trial = []
         frozen = [name for name, p in self.module.named_parameters() if not p.requires_grad]
-        order = LayerOrder(self.module)
+        self._order = order = LayerOrder(self.module)
         self._effects = SideEffects()
         draws, calls, self._draws_in_python = False, list[list[DropoutCall]](), False
         self._has_sparse_gradients = False

@@ -5,6 +5,7 @@ settings and the CPU's instructions, so a package that is found computes what is
 its own, in a folder of its own, and renamed when it is whole; other processes of the machine wait for it.
 """
 
+import errno
 import hashlib
 import os
 import platform
@@ -51,10 +52,18 @@ def why_not(recording: RecordedFunction) -> str | None:
     """Reason why there is no package of it and none can be made here; None if there is, or nothing is known yet."""
     key = key_of(recording)
     found = _LOADED.get(key)
-    if isinstance(found, str):
-        return found
-    if found is not None or (_folder() / f"{key}.so").is_file():
-        return None
+    if found is not None:
+        return found if isinstance(found, str) else None
+    try:
+        if (_folder() / f"{key}.so").is_file():
+            return None
+        existing = next(path for path in (_folder(), *_folder().parents) if path.exists())
+        if not existing.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(existing))
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(existing))
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
+        return _reason(error)
     return torch_compiler.why_not()
 
 
@@ -141,4 +150,7 @@ def _reason(error: Exception) -> str:
         return f"PyTorch's compiler failed ({(lines or [f'exit status {error.returncode}'])[-1][:160]})"
     if isinstance(error, subprocess.TimeoutExpired):
         return f"PyTorch's compiler took more than {_SECONDS} s"
+    if isinstance(error, OSError) and error.filename:
+        where = f"{error.filename}: {error.strerror}"
+        return f"its package cannot be kept ({where}); set CFL_RAY_CACHE to a folder of yours"
     return f"its package cannot be used ({' '.join(str(error).split())[:160]})"

@@ -15,11 +15,13 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from cfl_ray.nn.side_effects import ObservingMode
 
 _PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
 _ATTENTION = "aten::_safe_softmax"  # of `scaled_dot_product_attention` by single operations
+_READING = {"numpy", "tolist", "__array__", "__dlpack__", "data_ptr", "untyped_storage"}  # of a tensor, no operations
 _CONVOLUTIONS = {"aten::convolution", "aten::mkldnn_convolution"}
 
 
@@ -161,7 +163,7 @@ def record(
     The further tensors are inputs of the recording, after the others. Raises NotRecordable.
     """
     recorder = _Recorder(inputs)
-    with recorder:
+    with recorder, _Reads(recorder):
         outputs = function(*inputs)
     return recorder.recording(outputs)
 
@@ -179,6 +181,12 @@ class _Recorder(ObservingMode):
         self.further: list[int] = []  # numbers of further inputs
         self.operations: list[RecordedCall] = []
         self.counts = RecordedCounts()
+        self.reason: str | None = None  # why there is no recording; the function may catch the error
+
+    def refuse(self, name: str) -> NotRecordable:
+        """The error of a function that reads values on which its operations may depend."""
+        self.reason = f"its passes read values ({name}), so other values may need other operations"
+        return NotRecordable(self.reason)
 
     def number(self, tensor: Tensor) -> int:
         return self.numbers[id(tensor)]
@@ -205,9 +213,9 @@ class _Recorder(ObservingMode):
         name = function._schema.name
         tags = set(getattr(function, "tags", ()))
         used = set(map(_memory, _tensors_in((args, tuple(kwargs.values())))))
-        varies = not self.varying.isdisjoint(used)
+        varies = not self.varying.isdisjoint(used) or torch.Tag.nondeterministic_seeded in tags
         if varies and (torch.Tag.data_dependent_output in tags or _selects(function, tags, args)):
-            raise NotRecordable(f"its passes read values ({name}), so other values may need other operations")
+            raise self.refuse(name)
         given = self._ref(args, False), tuple((key, self._ref(value, False)) for key, value in kwargs.items())
         result = function(*args, **kwargs)
         made, writes = set(map(_memory, _tensors_in(result))), function._schema.is_mutable
@@ -235,6 +243,8 @@ class _Recorder(ObservingMode):
             counts.attended = max(counts.attended, result.numel())
 
     def recording(self, outputs: Sequence[Tensor]) -> tuple[RecordedFunction, tuple[Tensor, ...]]:
+        if self.reason:
+            raise NotRecordable(self.reason)
         further = [self.tensors[number] for number in self.further]
         if any(tensor._version != self.versions[id(tensor)] for tensor in [*self.tensors[: self.inputs], *further]):
             raise NotRecordable("its passes change tensors that they are given, such as buffers")
@@ -257,6 +267,22 @@ class _Recorder(ObservingMode):
         recording = RecordedFunction(layouts, operations, results, self.counts)
         _ = recording.text  # raises NotRecordable
         return recording, tuple(tensor.detach() for tensor in further)
+
+
+class _Reads(TorchFunctionMode):
+    """Finds values that the function takes without an operation, as `numpy` and `tolist` do."""
+
+    def __init__(self, recorder: _Recorder):
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = getattr(function, "__name__", "")
+        if name in _READING and not self.recorder.varying.isdisjoint(map(_memory, _tensors_in(args))):
+            raise self.recorder.refuse(name)
+        return function(*args, **(kwargs or {}))
 
 
 def _memory(tensor: Tensor) -> int:

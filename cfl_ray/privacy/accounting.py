@@ -10,7 +10,8 @@ import logging
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
+from math import sqrt
 from typing import Any, Literal
 
 from cfl_ray.errors import ConfigError
@@ -98,21 +99,41 @@ def _epsilon(parts: tuple[tuple[float, int, bool], ...], sampling: Sampling, del
 
 
 def _composed(parts: tuple[tuple[float, int, bool], ...], sampling: Sampling, delta: float, interval: float) -> float:
-    dp, losses = accountant(replaces=sampling.kind == "fixed")
     if sampling.kind != "fixed" and not sampling.discrete:
-        from dp_accounting.pld import PLDAccountant
-
-        losses = PLDAccountant(dp.NeighboringRelation.ADD_OR_REMOVE_ONE, value_discretization_interval=interval)
+        return _composed_distributions(parts, sampling, delta, interval)
+    dp, losses = accountant(replaces=sampling.kind == "fixed")
     for z, count, sampled in parts:
         event: Any = dp.GaussianDpEvent(z / 2 if sampling.kind == "fixed" else z)
         if sampling.discrete:  # its bound: Theorem 14 of Canonne et al.
             event = dp.ZCDpEvent(rho=1 / (2 * z**2), xi=0)
-        if sampled and sampling.kind == "poisson" and sampling.rate < 1:
-            event = dp.PoissonSampledDpEvent(sampling.rate, event)
-        elif sampled and sampling.kind == "fixed" and sampling.rate < 1:
+        if sampled and sampling.kind == "fixed" and sampling.rate < 1:
             event = dp.SampledWithoutReplacementDpEvent(sampling.population, round(sampling.cohort), event)
         losses.compose(event, count)
     return float(losses.get_epsilon(delta))
+
+
+def _composed_distributions(
+    parts: tuple[tuple[float, int, bool], ...], sampling: Sampling, delta: float, interval: float
+) -> float:
+    """The same from the distributions of privacy losses, as PLDAccountant composes them."""
+    accountant()  # raises ConfigError without dp-accounting
+    from dp_accounting.pld.privacy_loss_distribution import identity
+
+    losses = identity(interval)
+    for z, count, sampled in parts:
+        if sampled and sampling.kind == "poisson" and sampling.rate < 1:
+            losses = losses.compose(_loss(z, sampling.rate, interval).self_compose(count))
+        else:  # as one release with less noise
+            losses = losses.compose(_loss(z / sqrt(count), 1.0, interval))
+    return float(losses.get_epsilon_for_delta(delta))
+
+
+@lru_cache(maxsize=16)
+def _loss(z: float, rate: float, interval: float) -> Any:
+    """The distribution of the privacy loss of one release: most of the time of an epsilon, and that of every round."""
+    from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
+
+    return from_gaussian_mechanism(z, value_discretization_interval=interval, sampling_prob=rate)
 
 
 def solved_multiplier(target: float, epsilon_of: Callable[[float], float]) -> float:

@@ -126,7 +126,7 @@ def _draw(axes: Axes, panel: Panel, lines: Mapping[str, Points], styles: Mapping
         xs, ys = zip(*points, strict=True)
         marker = "o" if len(xs) == 1 else ""
         (line_of[method],) = axes.plot(xs, ys, **styles[method], linewidth=1.8, marker=marker, markersize=4)
-    axes.set_title(panel.title, loc="left", fontsize=11)
+    axes.set_title(panel.title, loc="left", fontsize=11, y=1.0)
     axes.grid(axis="y", color="0.9", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.01)

@@ -25,6 +25,7 @@ class Ranks:
     blocks: int  # pairs (experiment, seed)
     p: float  # of the Friedman test of equal methods
     critical_difference: float  # of two mean ranks at level 0.05 (Nemenyi)
+    of_blocks: str = "pairs of setting and seed"  # in words
 
     def is_near_best(self, method: str) -> bool:
         """Whether the test does not distinguish the method from the method with the best mean rank."""
@@ -35,8 +36,8 @@ class Ranks:
         """The tests as a sentence."""
         p = "p < 0.001" if self.p < 1e-3 else f"p = {self.p:.3f}"
         return (
-            f"Mean ranks of {len(self.mean_rank)} methods by {self.metric.replace('_', ' ')} over {self.blocks} pairs "
-            f"of setting and seed. Friedman test that all are alike: {p}. Two methods differ at level 0.05 if their "
+            f"Mean ranks of {len(self.mean_rank)} methods by {self.metric.replace('_', ' ')} over {self.blocks} "
+            f"{self.of_blocks}. Friedman test that all are alike: {p}. Two methods differ at level 0.05 if their "
             f"mean ranks are more than {self.critical_difference:.1f} apart (Nemenyi)."
         )
 

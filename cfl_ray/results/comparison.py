@@ -85,6 +85,7 @@ def compare_runs(
     code: str | None = None,
     test: str = "ttest",
     correction: str = "none",
+    against: str | None = None,
 ) -> pd.DataFrame:
     """A row for each method of each experiment: mean and spread of its last evaluation over the runs.
 
@@ -104,12 +105,12 @@ def compare_runs(
     trust, code: as in `load_run`.
     test: "ttest", or "wilcoxon", the signed-rank test over the clients (`ClientScores.pairs`), whose effect is the
         rank-biserial correlation; NaN for a metric that is not one of clients. correction: "none", or "holm" over
-        the methods.
+        the methods. against: the method with which the others are compared; None: the best of the experiment.
     Raises ConfigError for a metric that no run has, and for the best round of methods that have none. If `accuracy` is
     in the table, the metric `accuracy_std` has the column `accuracy_std_over_clients`.
     """
     run_metrics, scores = collected(runs, metrics, trust, round, code)
-    return table_of(run_metrics, metrics, test, correction, scores)
+    return table_of(run_metrics, metrics, test, correction, scores, against)
 
 
 def collected(
@@ -248,6 +249,17 @@ def rounds_in_words(run_metrics: RunMetrics) -> str:
     return f"the best round of each run, whose models are kept (round {least}{f' to {most}' * (most > least)})"
 
 
+def unfinished_in_words(results: RunResults) -> str:
+    """The methods of runs that are not finished, each with its last round, as a sentence; empty if all are."""
+    unfinished = [
+        f"{label} of {result.directory.parent} (round {result.records[-1].round})"
+        for (_, label), seeds in results.items()
+        for result in seeds.values()
+        if result.directory is not None and result.records and not is_finished(result.directory)
+    ]
+    return f"Not finished, so compared after fewer rounds: {', '.join(unfinished)}." if unfinished else ""
+
+
 def metrics_of(run_metrics: RunMetrics) -> list[str]:
     """Names of all metrics of the runs, each once."""
     return list(dict.fromkeys(name for seeds in run_metrics.values() for values in seeds.values() for name in values))
@@ -265,6 +277,7 @@ def table_of(
     test: str = "ttest",
     correction: str = "none",
     scores: ClientScores | None = None,
+    against: str | None = None,
 ) -> pd.DataFrame:
     """The table of `compare_runs`."""
     import pandas as pd
@@ -273,7 +286,7 @@ def table_of(
     rows = [_row(key, of_seeds, chosen) for key, of_seeds in run_metrics.items()]
     names = [f"{column_of(name, chosen)}{ending}" for name in chosen for ending in ("", "_std")]
     frame = pd.DataFrame(rows, columns=["experiment", "method", "runs", *names])
-    tests = tests_of(run_metrics, chosen[0], test, correction, scores) if chosen else {}
+    tests = tests_of(run_metrics, chosen[0], test, correction, scores, against) if chosen else {}
     frame["p"], frame["effect"] = [one.p for one in tests.values()], [one.effect for one in tests.values()]
     return frame
 
@@ -477,23 +490,28 @@ def tests_of(
     how: str = "ttest",
     correction: str = "none",
     scores: ClientScores | None = None,
+    against: str | None = None,
 ) -> dict[tuple[str, str], PairedTest]:
     """The test of each method against the best of its experiment, by (experiment, method).
 
     The best has the metric with every seed; of these methods, only those with the most seeds are compared.
     how, correction: keys of `significance.TESTS` and `CORRECTIONS`. scores: of the clients, for a test over clients.
+    against: the method that takes the place of the best; an experiment without it has no tests.
     """
     values = {
         key: {seed: values_of_seed.get(metric, np.nan) for seed, values_of_seed in seeds.items()}
         for key, seeds in run_metrics.items()
     }
     best = _best_of(values, metric, metrics_of(run_metrics))
+    if against is not None and against not in (labels := {label for _, label in values}):
+        raise ConfigError(f"no run is of the method {against!r}, to test against{did_you_mean(against, labels)}")
     tested: dict[tuple[str, str], PairedTest] = {}
     for key, of_seeds in values.items():
         winner = best.get(key[0], key)
-        pairs = ClientPairs(of_seeds, values[winner])
+        other = winner if against is None else (key[0], against)
+        pairs = ClientPairs(of_seeds, values.get(other, {}))
         if how == "wilcoxon":
-            pairs = ClientPairs() if scores is None else scores.pairs(key, winner, metric)
+            pairs = ClientPairs() if scores is None else scores.pairs(key, other, metric)
         run = paired_test if how == "ttest" else signed_rank_test
         p, effect = run(pairs.ours, pairs.theirs)
         is_best, count = key == winner and key[0] in best, common(pairs.ours, pairs.theirs)

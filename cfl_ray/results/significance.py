@@ -129,11 +129,12 @@ def pairs_in_words(how: str, tested: Sequence[PairedTest]) -> str:
     return f"{text}; p is at least {least:.3g}" if least >= LEVEL else text
 
 
-def tests_in_words(how: str, correction: str, tested: Sequence[PairedTest]) -> str:
-    """A note on the p-values of a table: test, pairs and correction; or why there are none."""
+def tests_in_words(how: str, correction: str, tested: Sequence[PairedTest], against: str | None = None) -> str:
+    """A note on the p-values of a table: test, pairs and correction; or why there are none. against: None: the best."""
     if all(math.isnan(test.p) for test in tested):
         return f"p: none. The {TESTS[how]} needs {NEEDED[how]}."
-    return f"p: {TESTS[how]}, {pairs_in_words(how, tested)}, {CORRECTIONS[correction]}."
+    other = "" if against is None else f" against {against}"
+    return f"p: {TESTS[how]}{other}, {pairs_in_words(how, tested)}, {CORRECTIONS[correction]}."
 
 
 def _range(counts: Sequence[int]) -> str:

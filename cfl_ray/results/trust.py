@@ -28,6 +28,7 @@ from cfl_ray.config import Experiment
 from cfl_ray.config.paths import file_keys
 from cfl_ray.config.reading import split_override
 from cfl_ray.config.study import Study, load_study
+from cfl_ray.config.tracking import TRACKERS
 from cfl_ray.errors import DataError
 from cfl_ray.errors.redaction import redact
 from cfl_ray.results.kept_code import kept_names
@@ -39,7 +40,6 @@ _ROOT = 0
 _PLACES = ("output", "data.shards", "data.train_files", "data.test_files", *map(".".join, file_keys(Experiment)))
 _TRUSTED = "trusted.json"  # in the user's folder
 _NAMED_ELSEWHERE = ("runtime.address", "tracking.uri")
-_TRACKERS_OF_FILES = ("mlflow", "csv", "tensorboard")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
@@ -212,9 +212,9 @@ def _places_in(values: Any, key: str = "") -> list[str]:
         return []
     if "/" in values or "\\" in values or values.startswith(("~", "..")) or _is(key, _PLACES):
         return [f"{key} {redact(values)}"]
-    if _is(key, ("tracking.trackers",)) and values not in _TRACKERS_OF_FILES:
-        return [f"{key} {values}"]
-    return []
+    if not _is(key, ("tracking.trackers",)):
+        return []
+    return [] if values in TRACKERS.builtin and not TRACKERS.builtin[values].elsewhere else [f"{key} {values}"]
 
 
 def _is(key: str, names: Sequence[str]) -> bool:

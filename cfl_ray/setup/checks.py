@@ -24,7 +24,7 @@ from cfl_ray.core.tasks import TARGETS, Task
 from cfl_ray.core.work import Address
 from cfl_ray.data.federation import DataShape, Federation
 from cfl_ray.engine import choice
-from cfl_ray.engine.attack import Attack
+from cfl_ray.engine.attack import Attack, Forgery, OwnAttack
 from cfl_ray.engine.engines import SEQUENTIAL
 from cfl_ray.errors import ConfigError, RunError, did_you_mean
 from cfl_ray.models import ModelRecipe
@@ -44,10 +44,9 @@ def check_batches(setup: Setup, network: Network) -> None:
         return
     sizes_N = setup.federation.num_samples_N
     for label, method in setup.methods.items():
-        local, backend = setup.local_of(label), DryBackend(network.spec, setup.federation.shape)  # notes the batches
-        for _ in dry_rounds(method, 2, 2, local, backend, rounds=max(setup.experiment.rounds, 2), to_last_phase=True):
-            pass
-        for size, per_step in sorted(backend.batches | {(local.batch_size or 0, 1)}):
+        local = setup.local_of(label)
+        batches = _work_of(setup, network, label, method).batches
+        for size, per_step in sorted(batches | {(local.batch_size or 0, 1)}):
             batch_N = np.asarray(replace(local, batch_size=size or None).batch_of(sizes_N, per_step))
             single_N = (sizes_N == 1) | (batch_N == 1) | ((sizes_N % batch_N == 1) & (not local.drop_last))
             if not single_N.any() or (reason := network.why_not_batch_of(1)) is None:
@@ -101,7 +100,7 @@ def try_plugins(setup: Setup) -> None:
     try_metrics(setup.task, shape)
     for method in setup.methods.values():
         try_aggregation(method.aggregation_rule, setup.division.cohort)
-    try_attack(setup.attack_kind, setup.recipe, shape)
+    try_attack(setup.forgery, setup.recipe, shape)
     try_availability(setup.availability, num_clients)
 
 
@@ -198,16 +197,20 @@ def try_methods(setup: Setup, network: Network) -> None:
 
 def check_features(setup: Setup, network: Network) -> None:
     """Raises ConfigError for a method that reads the inputs of the model's last layer if no forward pass shows them."""
-    rounds = max(setup.experiment.rounds, 2)
     try:
         network.check_features()
     except ConfigError as error:
         for label, method in setup.methods.items():
-            backend = DryBackend(network.spec, setup.federation.shape)
-            for _ in dry_rounds(method, 2, 2, setup.local_of(label), backend, rounds=rounds, to_last_phase=True):
-                pass
-            if backend.readers:
+            if _work_of(setup, network, label, method).readers:
                 raise ConfigError(f"{label}: {error}") from None
+
+
+def _work_of(setup: Setup, network: Network, label: str, method: Method[Any]) -> DryBackend:
+    """The work of a method for two clients, in rounds without training up to its last phase."""
+    backend, rounds = DryBackend(network.spec, setup.federation.shape), max(setup.experiment.rounds, 2)
+    for _ in dry_rounds(method, 2, 2, setup.local_of(label), backend, rounds=rounds, to_last_phase=True):
+        pass
+    return backend
 
 
 def warnings_of_model(setup: Setup, network: Network) -> tuple[str, ...]:
@@ -230,10 +233,20 @@ def warnings_of_model(setup: Setup, network: Network) -> tuple[str, ...]:
         found.append(
             f"the head of the model is its last trained layer as registered, {spec.layers[-1]!r}, but the last "
             f"one that its forward pass calls is {network.last_layer!r}; methods that treat the head apart (fedper, "
-            f"lg_fedavg, fedrep, ...) use {spec.layers[-1]!r}: assign the output layer last in __init__ "
-            "(docs/extend/model.md)"
+            f"lg_fedavg, fedrep, ...) use {spec.layers[-1]!r}: {_remedy_of_head(network)} (docs/extend/model.md)"
         )
     return tuple(found)
+
+
+def _remedy_of_head(network: Network) -> str:
+    last, names = network.last_layer, {id(p): name for name, p in network.module.named_parameters()}
+    own = network.module.get_submodule(last).named_parameters(recurse=False)
+    tied = [f"{last}.{name} is {names[id(p)]}" for name, p in own if names[id(p)] != f"{last}.{name}"]
+    if tied:
+        return (
+            f"{tied[0]}, so it is averaged as a part of that layer; methods with a head need an output layer of its own"
+        )
+    return "assign the output layer last in __init__"
 
 
 def check_asynchronous(setup: Setup, spec: ParamSpec) -> None:
@@ -312,9 +325,9 @@ def try_aggregation(rule: AggregationRule, results: int) -> None:
             try_rule(_copy(rule), min(results, _MOST_RESULTS))
 
 
-def try_attack(kind: Any, recipe: ModelRecipe, shape: DataShape) -> None:
+def try_attack(kind: Forgery, recipe: ModelRecipe, shape: DataShape) -> None:
     """Calls a plugin attack with an upload as long as the model, and two labels of every class."""
-    if isinstance(kind, str):
+    if not isinstance(kind, OwnAttack):
         return
     attack = Attack(_copy(kind), frozenset({0}))
     columns = ParamSpec.of(new_module(recipe, 0, 0)).size

@@ -1,8 +1,14 @@
-"""Rounds of a method without training, which count the numbers that its clients receive, train and upload."""
+"""Rounds of a method without training, which count the numbers that its clients receive, train and upload.
+
+A real round in this process counts the same traffic, except where it follows from the data (AutoCFL, CFL-GP, FedSoft,
+FLUX, PACFL), but needs samples, which `check` does not read, and passes of the network, seconds for a large one.
+No outcome of a real round says what the checks ask besides: gradients and batches of a local step, and what a client
+keeps.
+"""
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +18,6 @@ from torch import Tensor
 
 from cfl_ray.clock.devices import Load
 from cfl_ray.core.aggregation.rules import Mean
-from cfl_ray.core.backend import ClientStateKey, SavedState
 from cfl_ray.core.checked_method import CheckedMethod
 from cfl_ray.core.client_program import ClientProgram, Forward, first_numbers
 from cfl_ray.core.clients import Clients, RoundStats
@@ -25,9 +30,9 @@ from cfl_ray.core.rng import Draws
 from cfl_ray.core.secure_aggregation import SecureAggregation
 from cfl_ray.core.state import State
 from cfl_ray.core.versions import NotAsynchronous, Received, Versions
-from cfl_ray.core.work import Describe, FitMixture, Losses, Outcome, Train, Work
+from cfl_ray.core.work import Describe, Losses, Outcome, Train, Weigh, Work
 from cfl_ray.data.federation import DataShape
-from cfl_ray.engine.client_state import ClientStateStore
+from cfl_ray.engine.client_state import ClientStateStore, KeepsClientStates
 from cfl_ray.engine.local_steps import direction
 from cfl_ray.plugins.calling import place_of
 from cfl_ray.privacy.noisy_sums import PrivateRun
@@ -37,7 +42,7 @@ MIXTURE_WEIGHTS = "mixture weights"  # among the names of the values that a clie
 
 
 @dataclass
-class DryBackend:
+class DryBackend(KeepsClientStates):
     """Backend that trains nothing, has no data, and counts the work it is given; every result consists of ones."""
 
     spec: ParamSpec
@@ -49,9 +54,8 @@ class DryBackend:
     work: Counter[str] = field(default_factory=Counter)  # samples "trained", one for each gradient, and "tested"
     kept: dict[str, int] = field(default_factory=dict)  # floats that a client keeps between rounds, by name
     batches: set[tuple[int, int]] = field(default_factory=set)  # batch size (0: all samples), batches of a local step
-    readers: set[str] = field(
-        default_factory=set
-    )  # names of the functions and programs that read the inputs of the last layer
+    # names of the functions and programs that read the inputs of the last layer
+    readers: set[str] = field(default_factory=set)
 
     def run(self, work: Work) -> Outcome:
         num_clients = len(work.ids_M)
@@ -72,8 +76,8 @@ class DryBackend:
             columns = self.spec.size if state.columns is None else state.columns.count
             floats = columns + work.kept_numbers + (self.spec.trained if work.local.persist else 0)
             self.kept[state.name] = work.models_per_client * floats
-        if isinstance(work, Train | FitMixture) and work.mixture is not None:
-            self.kept[MIXTURE_WEIGHTS] = work.mixture.num_models
+        if isinstance(work, Train | Weigh) and work.num_models and work.program.overrides("weigh"):
+            self.kept[MIXTURE_WEIGHTS] = work.num_models
         arrays = {name: np.ones_like(array) for name, array in work.empty_result(self.shape.num_classes).items()}
         if isinstance(work, Describe):
             length = self.num_features(work)
@@ -87,8 +91,8 @@ class DryBackend:
         if isinstance(work, Train):
             cost_M = work.cost_M(np.full(num_clients, self.size))
             self.work["trained"] += int(cost_M.sum()) * self._gradients(work)
-            tests += work.mixture is not None  # the E step, for each entry of a client and a model
-        elif isinstance(work, Losses | FitMixture):
+            tests += work.program.overrides("weigh")  # for each entry of a client and a model
+        elif isinstance(work, Losses | Weigh):
             tests += len(work.tables[0])
         samples = min(work.max_samples or self.size, self.size) if isinstance(work, Losses) else self.size
         self.work["tested"] += num_clients * tests * samples
@@ -113,19 +117,10 @@ class DryBackend:
     def use(self, federation: Any) -> None:
         """No effect: results do not depend on data."""
 
-    def forget(self, ids: np.ndarray) -> None:
-        """No effect: there are no client states."""
-
-    def client_state(self, name: str, client: int) -> Tensor | None:
-        return None
-
-    def restore(self, entries: Iterable[tuple[ClientStateKey, SavedState]]) -> None:
-        """No effect: client states are not kept."""
-
 
 def _reads_features(program: ClientProgram) -> bool:
     """Whether a program has a loss, whose batches have features, or a hook that names a function that returns them."""
-    named = {"begin": "features", "step": "forward", "finish": "features"}
+    named = {"weigh": "features", "begin": "features", "step": "forward", "finish": "features"}
     codes = {hook: getattr(getattr(type(program), hook), "__code__", None) for hook in named}
     return program.overrides("loss") or any(code and named[hook] in code.co_names for hook, code in codes.items())
 

@@ -1,23 +1,15 @@
 """Makes the setup of a run from its config, and checks it."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from cfl_ray import data, models
-from cfl_ray.clock.from_config import asynchrony_of, clock_of
-from cfl_ray.clock.traces import read_trace
+from cfl_ray.clock.from_config import asynchrony_of, availability_of, clock_of
 from cfl_ray.config import AttackConfig, Experiment, LocalConfig, changed_local, check_cohort
 from cfl_ray.config.attack import ATTACK_KINDS, PluginAttackConfig
 from cfl_ray.config.clock import RunningClockConfig
-from cfl_ray.config.cohort import (
-    AVAILABILITY_KINDS,
-    BernoulliConfig,
-    DiurnalConfig,
-    PluginAvailabilityConfig,
-    TraceConfig,
-)
 from cfl_ray.config.data import ValidationConfig
 from cfl_ray.config.schedule import check_schedule
 from cfl_ray.core.local_sgd import ExampleNoise, LocalSGD
@@ -28,21 +20,12 @@ from cfl_ray.core.tasks import Task, resolve_task
 from cfl_ray.data.changes import ChangingFederation
 from cfl_ray.data.federation import Federation
 from cfl_ray.data.split import with_validation
-from cfl_ray.engine.attack import UPLOAD, check_own
+from cfl_ray.engine.attack import UPLOAD, Forgery, check_own
 from cfl_ray.errors import ConfigError
 from cfl_ray.methods import resolve
 from cfl_ray.nn.network import template_of
 from cfl_ray.nn.shared import digest_of
 from cfl_ray.plugins.calling import with_options
-from cfl_ray.population.availability import (
-    ALWAYS,
-    ARGUMENTS,
-    Availability,
-    Bernoulli,
-    Diurnal,
-    OwnAvailability,
-    Trace,
-)
 from cfl_ray.setup import checks
 from cfl_ray.setup.protection import protected
 from cfl_ray.setup.round_choice import round_choice
@@ -95,8 +78,8 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
         federation = ChangingFederation(federation, changes)
     shape, recipe = federation.shape, _recipe_of(experiment, federation)
     task.check(shape.outputs, shape.target_shape)
-    availability = _availability(experiment, federation.num_clients)
-    attack_kind = _attack_kind(experiment.attack)
+    availability = availability_of(experiment.cohort.availability, federation.num_clients, experiment.seed)
+    forgery = _forgery_of(experiment.attack)
     clock = asynchrony = None
     if isinstance(experiment.clock, RunningClockConfig):
         clock = clock_of(experiment.clock, federation.num_clients, experiment.seed)
@@ -113,7 +96,7 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
         task=task,
         local=local,
         own_local=own_local,
-        attack_kind=attack_kind,
+        forgery=forgery,
         frozen=frozen,
         clock=clock,
         asynchrony=asynchrony,
@@ -151,26 +134,14 @@ def _recipe_of(experiment: Experiment, federation: Federation) -> models.ModelRe
     )
 
 
-def _attack_kind(given: AttackConfig) -> Any:
-    """The name of a built-in attack, or the plugin. Raises ConfigError if the plugin is not an attack."""
+def _forgery_of(given: AttackConfig) -> Forgery:
+    """The attack of the section. Raises ConfigError if a plugin is not an attack."""
+    kind: Callable[..., Forgery] = ATTACK_KINDS.code_of(given)
     if not isinstance(given, PluginAttackConfig):
-        return given.kind
+        return kind(**{item.name: getattr(given, item.name) for item in fields(kind)})  # type: ignore[arg-type]
     made = with_options(ATTACK_KINDS.resolve(given.kind), given.options, "attack", UPLOAD)
     check_own(made)
-    return made
-
-
-def _availability(experiment: Experiment, num_clients: int) -> Availability:
-    """The model of the clients' availability. Raises DataError for a trace that cannot be used."""
-    given = experiment.cohort.availability
-    if isinstance(given, PluginAvailabilityConfig):
-        function = with_options(AVAILABILITY_KINDS.resolve(given.kind), given.options, "availability", ARGUMENTS)
-        return OwnAvailability(function, experiment.seed)
-    if isinstance(given, TraceConfig):
-        return Trace(*read_trace(given.file, num_clients), given.unit)
-    if isinstance(given, DiurnalConfig):
-        return Diurnal(given.chance, given.amplitude, given.period, experiment.seed, given.zones)
-    return Bernoulli(given.chance) if isinstance(given, BernoulliConfig) else ALWAYS
+    return kind(made)
 
 
 def shards_folder(experiment: Experiment) -> str:
@@ -199,8 +170,9 @@ def resolve_learning(
     task = resolve_task(experiment.task).with_metrics(experiment.evaluation.metrics)
     for metric in task.metrics:
         check_score_name(metric.name)
-    if experiment.attack.kind == "label_flip" and task.targets != "class":
-        raise ConfigError(f"attack.kind: label_flip needs classes, the targets of the task are {task.targets!r}")
+    if experiment.attack.needs_classes and task.targets != "class":
+        kind = experiment.attack.kind
+        raise ConfigError(f"attack.kind: {kind} needs classes, the targets of the task are {task.targets!r}")
     settings = {
         label: changed_local(experiment.local, method.local, f"methods: {label}.local")
         for label, method in methods.items()

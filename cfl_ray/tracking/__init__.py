@@ -21,12 +21,11 @@ from cfl_ray.tracking.record import (
     summarise,
 )
 from cfl_ray.tracking.run_log import RunLog
-from cfl_ray.tracking.trackers import TRACKERS, new_trackers
+from cfl_ray.tracking.trackers import new_trackers
 
 __all__ = [
     "METRICS",
     "RUN_METRICS",
-    "TRACKERS",
     "Delivery",
     "Mlflow",
     "RoundRecord",

@@ -1,4 +1,4 @@
-"""The trackers in a config; the only module that imports wandb and TensorBoard."""
+"""The trackers in a config; the only module that imports wandb and TensorBoard. `TRACKERS` declares them."""
 
 import csv
 import io
@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from cfl_ray.config import TrackingConfig
+from cfl_ray.config.tracking import TRACKERS
 from cfl_ray.errors import ConfigError, DataError, UserError, class_and_text
 from cfl_ray.plugins.calling import parse_choice, place_of, reference_of, with_options
-from cfl_ray.plugins.registry import Registry
 from cfl_ray.run_directory import check_inside
 from cfl_ray.system.files import append_line, cut_torn_line, open_private, read_text, write_text
 from cfl_ray.tracking.delivery import MLFLOW, Tracker
@@ -174,13 +174,6 @@ class CsvFile:
             write_text(self.path, "".join(f"{line}\r\n" for line in longer))
 
 
-TRACKERS: Registry[Any] = Registry(
-    "tracker",
-    {MLFLOW: Mlflow, "csv": CsvFile, "tensorboard": Tensorboard, "wandb": Wandb},
-    TrackingConfig.trackers_group,
-)
-
-
 def new_trackers(
     tracking: TrackingConfig,
     uri: str | None = None,
@@ -213,7 +206,9 @@ def new_trackers(
 
 
 def _made(part: Any, options: dict[str, Any]) -> Tracker:
-    factory = TRACKERS.resolve(part)
+    factory = (
+        TRACKERS.builtin[part].load() if isinstance(part, str) and part in TRACKERS.builtin else TRACKERS.resolve(part)
+    )
     if not callable(factory):
         raise ConfigError(
             f"tracker {place_of(factory)} is an object, expected a class: every method of a run has its own"

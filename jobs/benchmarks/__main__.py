@@ -7,7 +7,7 @@
     python -m jobs.benchmarks states --clients 20000 --cohort 1000
     python -m jobs.benchmarks scale             server time and traffic of a round at up to 1,000 hosts, simulated
     python -m jobs.benchmarks nodes W2          one node against two, and the speedup of up to eight, simulated
-    python -m jobs.benchmarks modules           CPU seconds of seven own modules against a plain loop, by engine
+    python -m jobs.benchmarks modules           CPU seconds of own modules, by engine and beside other systems
     python -m jobs.benchmarks engines           the engine that `auto` chooses beside measured times, by network
     python -m jobs.benchmarks mixtures          CPU seconds of FedEM with three models against FedAvg
     python -m jobs.benchmarks methods           CPU seconds of every method beside the passes that it makes
@@ -19,6 +19,7 @@ other systems as well. The time of cfl_ray is that of a FedAvg round on Ray, wit
 
 import argparse
 from importlib import import_module
+from pathlib import Path
 
 from benchmarks.workloads import WORKLOADS
 
@@ -30,10 +31,10 @@ BENCHMARKS = {
     "states": ("rounds", ["rounds", "clients", "cohort"]),
     "scale": ("scale", []),
     "nodes": ("nodes", ["workloads", "rounds"]),
-    "modules": ("modules", ["rounds"]),
+    "modules": ("modules", ["rounds", "venvs", "output"]),
     "engines": ("engines", []),
     "mixtures": ("mixtures", ["rounds"]),
-    "methods": ("methods", ["rounds"]),
+    "methods": ("methods", ["rounds", "output"]),
     "clustering": ("clustering", []),
 }
 
@@ -45,7 +46,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds, of states in units of 20 (default: 3)")
     parser.add_argument("--clients", type=int, default=5_000, help="of states (default: 5000)")
     parser.add_argument("--cohort", type=int, default=200, help="of states (default: 200)")
+    parser.add_argument("--venvs", type=Path, help="of modules: folder of the virtual environments of other systems")
+    parser.add_argument("--output", type=Path, help="of modules and methods: the page whose tables are written")
     given = parser.parse_args()
+    given.venvs = given.venvs and given.venvs.expanduser().absolute()
     if unknown := set(given.workloads) - set(WORKLOADS):
         parser.error(f"unknown workload {', '.join(sorted(unknown))}; valid: {', '.join(WORKLOADS)}")
     module, options = BENCHMARKS[given.what]

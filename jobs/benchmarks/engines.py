@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from benchmarks.models import MODELS
+from benchmarks.models import LSTM, MODELS, DropoutMLP, ResNet8, Transformer
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.data.synthetic import SyntheticFederation
 from cfl_ray.engine.choice import choice_of
@@ -20,7 +20,6 @@ from cfl_ray.nn.counts import counts_of
 from cfl_ray.nn.network import Network
 from cfl_ray.system.allocator import keep_freed_memory
 from cfl_ray.system.threads import one_thread
-from jobs.benchmarks.modules import LSTM, DropoutMLP, ResNet8, Transformer
 
 COHORTS = (10, 300, 1000)  # 3, 18 and 62 clients of a chunk with vectorised
 LARGE = 30_000  # numbers of a sample's forward pass from which only the smallest cohort is measured

@@ -78,6 +78,15 @@ def our_round(work: Workload, method: dict[str, dict[str, int]] | str, engine: s
         session.close()
 
 
+def chosen_engine(work: Workload) -> str:
+    """The engine of `runtime.engine: auto` for a long experiment with FedAvg."""
+    session = InProcessSession(prepare(experiment_of(work, "runs", 10_000)), None)
+    try:
+        return session.choice.engine
+    finally:
+        session.close()
+
+
 def cpu_seconds(step: Callable[[], object]) -> float:
     """CPU seconds of this process in a call."""
     began = time.process_time()

@@ -5,19 +5,23 @@ the module in rounds of the engine `sequential`, which calls it for every pass, 
 number does not depend. What a method costs beyond its passes is its server, its exchange of models and what its clients
 keep. Both figures are of rounds after the first ones, in which some methods compare all clients, without evaluation;
 they are printed as multiples of FedAvg's.
+
+    python -m jobs.benchmarks methods --rounds 2 --output docs/performance.md    # writes the table, row by row
 """
 
 import datetime
+import os
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from itertools import islice
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.compare import machine
+from benchmarks.compare import machine, with_section
 from benchmarks.workloads import Workload
 from cfl_ray.methods import REGISTRY
 from cfl_ray.runtime.session import InProcessSession
@@ -38,6 +42,7 @@ DATA = {
     "synthetic_groups": GROUPS,
 }
 WARM_UP = 4  # rounds
+BEGIN = "<!-- begin: written by python -m jobs.benchmarks methods -->"
 MOST = 1.2  # a method above this multiple of its passes is marked
 
 
@@ -99,14 +104,26 @@ def seconds(name: str, rounds: int, of_fedavg: Iterator[RoundRecord]) -> tuple[f
     return other / least, not any(record.fallbacks for record in records)
 
 
-def methods(rounds: int) -> None:
-    """Prints passes, seconds and their ratio for every method; a ratio above `MOST` is marked."""
-    print(f"{WORK.description}; FedAvg is 1. {machine()}; PyTorch {torch.__version__}; {datetime.date.today()}\n")
-    print("| method | passes | seconds | seconds / passes | |\n|---|---|---|---|---|")
+def methods(rounds: int, output: Path | None = None) -> None:
+    """Prints passes, seconds and their ratio for every method; a ratio above `MOST` is marked.
+
+    output: a page, whose table is written after every method.
+    """
+    title = f"{WORK.description}; FedAvg is 1. {machine()}; PyTorch {torch.__version__}; {datetime.date.today()}; "
+    lines = [
+        f"{title}load average {os.getloadavg()[0]:.1f}; the least of {rounds} rounds in turn.",
+        "",
+        "| method | passes | seconds | seconds / passes | |",
+        "|---|---|---|---|---|",
+    ]
+    print("\n".join(lines))
     with one_thread(), rounds_of("fedavg", "manual") as session:
         of_fedavg, step = passes("fedavg", rounds), session.rounds("fedavg", lambda text: None)
         list(islice(step, 2))
         for name in REGISTRY:
             needed, (taken, is_manual) = passes(name, rounds) / of_fedavg, seconds(name, rounds, step)
             marks = ["above"] * (needed > 0 and taken / needed > MOST) + ["in `sequential`"] * (not is_manual)
-            print(f"| {name} | {needed:.2f} | {taken:.2f} | {taken / needed:.2f} | {', '.join(marks)} |", flush=True)
+            lines.append(f"| {name} | {needed:.2f} | {taken:.2f} | {taken / needed:.2f} | {', '.join(marks)} |")
+            print(lines[-1], flush=True)
+            if output:
+                output.write_text(with_section(output.read_text(), "\n".join(lines), BEGIN))

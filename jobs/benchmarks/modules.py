@@ -1,279 +1,281 @@
-"""CPU seconds of FedAvg rounds with own modules, beside a plain loop: `python -m jobs.benchmarks modules`.
+"""CPU seconds of FedAvg rounds with own modules, by engine and beside other systems.
 
-Both have one thread and take turns, each in a process of its own: cfl_ray's keeps freed memory, as hosts do, the plain
-loop's has PyTorch's and the C library's settings. The plain loop has no server, no validation and no records.
+    python -m jobs.benchmarks modules --rounds 5
+    python -m jobs.benchmarks modules --rounds 5 --venvs DIR --output docs/performance.md
+
+All have one thread and take turns, each in a process of its own: cfl_ray's keeps freed memory, as hosts do, the plain
+loop's has PyTorch's and the C library's settings. The others have no server, no validation and no records.
+
+With `--venvs`, `PEERS` train the networks of `WITH_PEERS`: first a few clients in a fixed order, whose model is
+compared with that of the plain loop. JAX and pfl-research have virtual environments in DIR, as those of
+benchmarks/compare.py.
 """
 
-import multiprocessing
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import IO
 
+import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
-from benchmarks.models import MODELS
-from benchmarks.workloads import Workload
+from benchmarks import compare
+from benchmarks.compare import CannotRun
+from benchmarks.peers.bare import module_of
+from benchmarks.workloads import OWN_MODULES, Workload
 from cfl_ray.errors import ConfigError
 from cfl_ray.system.allocator import keep_freed_memory
-from cfl_ray.system.threads import one_thread
-from jobs.benchmarks.in_process import PlainLoop, compare, cpu_seconds, our_round
+from jobs.benchmarks.in_process import chosen_engine, cpu_seconds, our_round
 
 ENGINES = ("manual", "sequential", "compiled")
+WITH_PEERS = (
+    "MLP 784-200-10",
+    "Transformer",
+    "Transformer with dropout",
+    "ViT, 3x32x32",
+    "GPT-like, 64 tokens of 80",
+)
+BEGIN = "<!-- begin: written by python -m jobs.benchmarks modules -->"
+BEGIN_EXPECTED = "<!-- begin: what to expect, written by python -m jobs.benchmarks modules -->"
+TIMEOUT = 1200  # seconds for a round of another system, its compiler included
 
 
-class DropoutMLP(nn.Module):
-    """784-400-200 with two dropouts, as layers or as functions."""
+@dataclass(frozen=True)
+class Peer:
+    """A script of `benchmarks.peers` that takes turns, and its virtual environment; None: that of cfl_ray."""
 
-    def __init__(self, classes: int, functional: bool = False) -> None:
-        super().__init__()
-        self.fc1, self.fc2, self.fc3 = nn.Linear(784, 400), nn.Linear(400, 200), nn.Linear(200, classes)
-        self.drop1, self.drop2 = nn.Dropout(0.5), nn.Dropout(0.5)
-        self.functional = functional
-
-    def forward(self, x_B: Tensor) -> Tensor:
-        """Logits (B, classes) of images (B, 1, 28, 28)."""
-        x_B = F.relu(self.fc1(x_B.flatten(1)))
-        x_B = F.dropout(x_B, training=self.training) if self.functional else self.drop1(x_B)
-        x_B = F.relu(self.fc2(x_B))
-        x_B = F.dropout(x_B, training=self.training) if self.functional else self.drop2(x_B)
-        return self.fc3(x_B)
+    title: str
+    script: str
+    system: str
+    environment: str | None = None
 
 
-class ResNet8(nn.Module):
-    """Three residual blocks of 16, 32 and 64 channels, with GroupNorm."""
-
-    def __init__(self, classes: int, channels: int = 1) -> None:
-        super().__init__()
-        self.first = nn.Sequential(nn.Conv2d(channels, 16, 3, padding=1, bias=False), nn.GroupNorm(8, 16), nn.ReLU())
-        self.blocks = nn.Sequential(_Block(16, 16, 1), _Block(16, 32, 2), _Block(32, 64, 2))
-        self.fc = nn.Linear(64, classes)
-
-    def forward(self, x_B: Tensor) -> Tensor:
-        """Logits (B, classes) of images (B, channels, H, W)."""
-        return self.fc(self.blocks(self.first(x_B)).mean((2, 3)))
+PLAIN = Peer("plain loop", "torch_loops", "plain")
+PEERS = (
+    Peer("`torch.compile` of the module", "torch_loops", "compiled_module"),
+    Peer("of the whole step", "torch_loops", "compiled_step"),
+    Peer("pfl-research", "pfl_modules", "pfl_research", "pfl_research"),
+    Peer("JAX by hand", "jax_modules", "plain_jax", "plain_jax"),
+)
 
 
-class _Block(nn.Module):
-    def __init__(self, channels: int, out: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(channels, out, 3, stride, 1, bias=False)
-        self.conv2 = nn.Conv2d(out, out, 3, 1, 1, bias=False)
-        self.norm1, self.norm2 = nn.GroupNorm(8, out), nn.GroupNorm(8, out)
-        self.shortcut: nn.Module = nn.Identity()
-        if channels != out:
-            self.shortcut = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.GroupNorm(8, out))
+@dataclass
+class Case:
+    """What is known of a network."""
 
-    def forward(self, x_B: Tensor) -> Tensor:
-        inner_B = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x_B)))))
-        return F.relu(inner_B + self.shortcut(x_B))
+    work: Workload
+    chosen: str = ""  # the engine of `runtime.engine: auto`
+    seconds: dict[str, list[float]] = field(default_factory=dict)  # of each round, by engine and title
+    reasons: dict[str, str] = field(default_factory=dict)  # why there are none
+    far: dict[str, float] = field(default_factory=dict)  # distance to the plain loop, by title
+    versions: dict[str, dict[str, str]] = field(default_factory=dict)  # by title
 
-
-class LSTM(nn.Module):
-    """An LSTM of 64 units that reads the rows of an image."""
-
-    def __init__(self, classes: int) -> None:
-        super().__init__()
-        self.lstm, self.fc = nn.LSTM(28, 64, batch_first=True), nn.Linear(64, classes)
-
-    def forward(self, x_B: Tensor) -> Tensor:
-        """Logits (B, classes) of images (B, 1, 28, 28)."""
-        return self.fc(self.lstm(x_B.squeeze(1))[0][:, -1])
+    def ratios(self, title: str) -> tuple[float, float]:
+        """Of the least seconds to the plain loop's, and the median of the ratios of rounds in turn."""
+        plain, other = self.seconds[PLAIN.title], self.seconds[title]
+        pairs = [b / a for a, b in zip(plain, other, strict=True)]
+        return min(other) / min(plain), statistics.median(pairs)
 
 
-class Transformer(nn.Module):
-    """Two encoder layers of 64 features on the rows of an image."""
-
-    def __init__(self, classes: int, dropout: float) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=dropout, batch_first=True)
-        self.embed, self.encoder = nn.Linear(28, 64), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.fc = nn.Linear(64, classes)
-
-    def forward(self, x_B: Tensor) -> Tensor:
-        """Logits (B, classes) of images (B, 1, 28, 28)."""
-        return self.fc(self.encoder(self.embed(x_B.squeeze(1))).mean(1))
-
-
-class ViT(nn.Module):
-    """Three encoder layers of 64 features on patches of 4 x 4."""
-
-    def __init__(self, classes: int) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, activation="gelu", batch_first=True)
-        self.patches = nn.Conv2d(3, 64, 4, 4)
-        self.positions = nn.Parameter(torch.zeros(64, 64))
-        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
-        self.fc = nn.Linear(64, classes)
-
-    def forward(self, x_B: Tensor) -> Tensor:
-        """Logits (B, classes) of images (B, 3, 32, 32)."""
-        patches_BTF = self.patches(x_B).flatten(2).mT + self.positions
-        return self.fc(self.encoder(patches_BTF).mean(1))
-
-
-class GPT(nn.Module):
-    """Two causal encoder layers of 64 features on tokens, which predict the next token."""
-
-    def __init__(self, classes: int) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(
-            64, 4, 256, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
-        )
-        self.embed, self.positions = nn.Embedding(classes, 64), nn.Parameter(torch.zeros(64, 64))
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.norm, self.fc = nn.LayerNorm(64), nn.Linear(64, classes, bias=False)
-        self.causal = nn.Transformer.generate_square_subsequent_mask(64)
-
-    def forward(self, x_BT: Tensor) -> Tensor:
-        """Logits (B, T, classes) of the tokens after tokens (B, T), T at most 64."""
-        length = x_BT.shape[1]
-        inner_BTF = self.embed(x_BT) + self.positions[:length]
-        return self.fc(self.norm(self.encoder(inner_BTF, mask=self.causal[:length, :length])))
-
-
-class Mixer(nn.Module):
-    """Three mixer blocks of 64 features on patches of 4 x 4."""
-
-    def __init__(self, classes: int) -> None:
-        super().__init__()
-        self.patches = nn.Conv2d(3, 64, 4, 4)
-        self.tokens = nn.ModuleList(nn.Sequential(nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 64)) for _ in range(3))
-        self.features = nn.ModuleList(
-            nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(3)
-        )
-        self.norms = nn.ModuleList(nn.LayerNorm(64) for _ in range(6))
-        self.fc = nn.Linear(64, classes)
-
-    def forward(self, x_B: Tensor) -> Tensor:
-        """Logits (B, classes) of images (B, 3, 32, 32)."""
-        inner_BTF = self.patches(x_B).flatten(2).mT
-        for block in range(3):
-            inner_BTF = inner_BTF + self.tokens[block](self.norms[2 * block](inner_BTF).mT).mT
-            inner_BTF = inner_BTF + self.features[block](self.norms[2 * block + 1](inner_BTF))
-        return self.fc(inner_BTF.mean(1))
-
-
-class LowRank(nn.Module):
-    """A frozen layer with a trained change of rank 8."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.body = nn.Linear(inputs, outputs).requires_grad_(False)
-        self.down, self.up = nn.Linear(inputs, 8, bias=False), nn.Linear(8, outputs, bias=False)
-        nn.init.zeros_(self.up.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x) + self.up(self.down(x))
-
-
-class LoRAEncoder(nn.Module):
-    """Encoder layers of 768 features on tokens, as those of DistilBERT: frozen, with changes of rank 8."""
-
-    def __init__(self, classes: int, layers: int = 6, features: int = 768) -> None:
-        super().__init__()
-        self.heads = features // 64
-        self.embed = nn.Embedding(1000, features).requires_grad_(False)
-        self.attention = nn.ModuleList(LowRank(features, 3 * features) for _ in range(layers))
-        self.out = nn.ModuleList(nn.Linear(features, features).requires_grad_(False) for _ in range(layers))
-        self.wide = nn.ModuleList(LowRank(features, 4 * features) for _ in range(layers))
-        self.narrow = nn.ModuleList(nn.Linear(4 * features, features).requires_grad_(False) for _ in range(layers))
-        self.norms = nn.ModuleList(nn.LayerNorm(features).requires_grad_(False) for _ in range(2 * layers))
-        self.fc = nn.Linear(features, classes)
-
-    def forward(self, x_BT: Tensor) -> Tensor:
-        """Logits (B, classes) of tokens (B, T)."""
-        inner_BTF = self.embed(x_BT)
-        for layer, (attention, out, wide, narrow) in enumerate(
-            zip(self.attention, self.out, self.wide, self.narrow, strict=True)
-        ):
-            parts = (part.unflatten(-1, (self.heads, 64)).transpose(1, 2) for part in attention(inner_BTF).chunk(3, -1))
-            mixed_BTF = F.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2)
-            inner_BTF = self.norms[2 * layer](inner_BTF + out(mixed_BTF))
-            inner_BTF = self.norms[2 * layer + 1](inner_BTF + narrow(F.gelu(wide(inner_BTF))))
-        return self.fc(inner_BTF[:, 0])
-
-
-class MLP(nn.Module):
-    """784-200-10, as a module of one's own."""
-
-    def __init__(self, classes: int) -> None:
-        super().__init__()
-        self.fc1, self.fc2 = nn.Linear(784, 200), nn.Linear(200, classes)
-
-    def forward(self, x_B: Tensor) -> Tensor:
-        """Logits (B, classes) of images (B, 1, 28, 28)."""
-        return self.fc2(F.relu(self.fc1(x_B.flatten(1))))
-
-
-OWN: dict[str, Callable[..., nn.Module]] = {
-    "own_mlp": MLP,
-    "dropout_mlp": DropoutMLP,
-    "resnet8": ResNet8,
-    "lstm": LSTM,
-    "transformer": Transformer,
-    "vit": ViT,
-    "gpt": GPT,
-    "mixer": Mixer,
-}
-CASES = [
-    Workload("MLP 784-200-10", "own_mlp", {}, 10, 10, 600, 10, 1),
-    Workload("MLP with dropout", "dropout_mlp", {}, 10, 10, 600, 32, 1),
-    Workload("MLP with F.dropout", "dropout_mlp", {"functional": True}, 10, 10, 600, 32, 1),
-    Workload("CNN with dropout", "small_cnn", {"channels": 1, "side": 28, "dropout": True}, 62, 5, 100, 20, 1),
-    Workload("ResNet-8 with GroupNorm", "resnet8", {}, 10, 5, 200, 32, 1),
-    Workload("ResNet-8, 3x32x32", "resnet8", {"channels": 3}, 10, 5, 200, 32, 1, input=(3, 32, 32)),
-    Workload("LSTM", "lstm", {}, 10, 10, 300, 32, 1),
-    Workload("Transformer", "transformer", {"dropout": 0.0}, 10, 5, 200, 32, 1),
-    Workload("Transformer with dropout", "transformer", {"dropout": 0.1}, 10, 5, 200, 32, 1),
-    Workload("ViT, 3x32x32", "vit", {}, 10, 5, 200, 32, 1, input=(3, 32, 32)),
-    Workload("GPT-like, 64 tokens of 80", "gpt", {}, 80, 5, 100, 10, 1, tokens=64),
-    Workload("Mixer, 3x32x32", "mixer", {}, 10, 5, 200, 32, 1, input=(3, 32, 32)),
-]
-
-
-def modules(rounds: int) -> None:
-    """Prints CPU seconds per round of the plain loop and of each engine that trains the module, and their ratio."""
-    print(f"CPU seconds of one thread per round of FedAvg, least and median of {rounds}, in turn")
-    MODELS.update(OWN)
+def modules(rounds: int, venvs: Path | None = None, output: Path | None = None) -> None:
+    """Prints CPU seconds of rounds and their ratio to the plain loop's; with a page, writes its tables after each."""
     keep_freed_memory()
-    for work in CASES:
-        with _plain_loop(work) as loop:
-            for engine in ENGINES:
+    interpreters: dict[str, Path | CannotRun] = {}
+    for peer in PEERS if venvs else ():
+        try:
+            name = peer.environment
+            interpreters[peer.title] = compare.environment_of(compare.PEERS[name], venvs) if name else _present()
+        except CannotRun as reason:
+            interpreters[peer.title] = reason
+    cases = list[Case]()
+    for work in OWN_MODULES.values():
+        cases.append(measured(work, rounds, interpreters if work.description in WITH_PEERS else {}))
+        print("\n".join(_lines(cases[-1])), flush=True)
+        if output:
+            page = compare.with_section(output.read_text(), section(cases, rounds), BEGIN)
+            output.write_text(compare.with_section(page, expected(cases), BEGIN_EXPECTED))
+
+
+def _present() -> Path:
+    return Path(sys.executable)
+
+
+def measured(work: Workload, rounds: int, interpreters: dict[str, Path | CannotRun]) -> Case:
+    """The figures of one network. interpreters: those of the peers beside it, or the reason why there is none."""
+    case, steps = Case(work, chosen_engine(work)), dict[str, Callable[[], float]]()
+    with ExitStack() as stack:
+        steps[PLAIN.title] = stack.enter_context(peer_round(PLAIN, _present(), case))
+        for engine in ENGINES:
+            try:
+                steps[engine] = partial(cpu_seconds, stack.enter_context(our_round(work, "fedavg", engine)))
+            except ConfigError as error:
+                case.reasons[engine] = str(error)
+        for peer in PEERS:
+            found = interpreters.get(peer.title)
+            try:
+                if isinstance(found, CannotRun):
+                    raise found
+                if found:
+                    steps[peer.title] = stack.enter_context(peer_round(peer, found, case))
+            except CannotRun as reason:
+                case.reasons[peer.title] = str(reason)
+        for _ in range(rounds + 1):
+            for title, step in list(steps.items()):
                 try:
-                    with our_round(work, "fedavg", engine) as ours:
-                        steps = loop, partial(cpu_seconds, ours)
-                        compare(f"{work.description}, {engine}", steps, ("loop", "cfl_ray"), rounds)
-                except ConfigError as error:
-                    print(f"{work.description}: {error}", flush=True)
+                    case.seconds.setdefault(title, []).append(step())
+                except CannotRun as reason:
+                    case.reasons[title] = str(reason)
+                    del steps[title], case.seconds[title]
+    case.seconds = {title: seconds[1:] for title, seconds in case.seconds.items()}
+    return case
 
 
 @contextmanager
-def _plain_loop(work: Workload) -> Iterator[Callable[[], float]]:
-    """A function that runs a round of the plain loop in another process and returns its CPU seconds."""
-    context = multiprocessing.get_context("spawn")
-    pipe, end = context.Pipe()
-    process = context.Process(target=_rounds_of_loop, args=(end, work), daemon=True)
-    process.start()
+def peer_round(peer: Peer, interpreter: Path, case: Case) -> Iterator[Callable[[], float]]:
+    """A function that runs a round of a system in another process and returns its CPU seconds. Raises `CannotRun`.
 
-    def round_of_loop() -> float:
-        pipe.send(True)
-        seconds: float = pipe.recv()
-        return seconds
+    Its model is compared first, unless the network draws masks, which are others in each system.
+    """
+    work, checked = case.work, not case.work.options.get("dropout")
+    with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "errors.txt", "w+") as errors:
+        start, model = Path(folder) / "start.npz", Path(folder) / "model.npz"
+        first = first_of(work)
+        np.savez(start, **first)
+        command = [interpreter, "-m", f"benchmarks.peers.{peer.script}", peer.system, work.description]
+        command += ["--start", start, *(["--checked", model] if checked else [])]
+        process = subprocess.Popen(
+            [str(part) for part in command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            bufsize=1,
+            cwd=compare.ROOT,
+            env=compare.environment_variables() | {"OMP_NUM_THREADS": "1"},
+        )
+        try:
+            case.versions[peer.title] = json.loads(_answer(process, errors))
+            if checked:
+                with np.load(model) as saved:
+                    case.far[peer.title] = far = _distance(work, first, [saved[name] for name in first])
+                if far > compare.TOLERANCE:
+                    raise CannotRun(f"its model is {far:.1e} away from that of the plain loop")
+            yield lambda: float(_answer(process, errors, "\n"))
+        finally:
+            process.kill()
+            process.communicate()
 
+
+def first_of(work: Workload) -> dict[str, np.ndarray]:
+    """The model from which all systems start, by the names of the module's parameters."""
+    torch.manual_seed(0)
+    return {name: p.detach().numpy().copy() for name, p in module_of(work).named_parameters()}
+
+
+def _distance(work: Workload, first: dict[str, np.ndarray], model: Sequence[np.ndarray]) -> float:
+    start = list(first.values())
+    return compare.distance(model, compare.plain_round(work.for_check(), start), start)
+
+
+def _answer(process: subprocess.Popen[str], errors: IO[str], order: str = "") -> str:
+    """The next line of a process, after an order. Raises `CannotRun` if it has ended, or after `TIMEOUT`."""
+    assert process.stdin and process.stdout
+    watch = threading.Timer(TIMEOUT, process.kill)
+    watch.start()
     try:
-        yield round_of_loop
+        process.stdin.write(order)
+        line = process.stdout.readline()
+    except BrokenPipeError:
+        line = ""
     finally:
-        pipe.send(False)
-        process.join()
+        watch.cancel()
+    if not line:
+        errors.seek(0)
+        raise CannotRun(compare.reason_of(errors.read()))
+    return line
 
 
-def _rounds_of_loop(pipe: Connection, work: Workload) -> None:
-    """Runs a round of the plain loop for each True that arrives, and sends its CPU seconds."""
-    MODELS.update(OWN)
-    with one_thread():
-        loop = PlainLoop(work, 1)
-        while pipe.recv():
-            pipe.send(cpu_seconds(loop.round))
+# ---- the page
+
+
+def _lines(case: Case) -> Iterator[str]:
+    name = case.work.description
+    for title, seconds in case.seconds.items():
+        times, (least, ratio) = f"{min(seconds):.3f} s, median {statistics.median(seconds):.3f}", case.ratios(title)
+        far = f", {case.far[title]:.0e} of the change from the plain loop" if title in case.far else ""
+        yield f"{name}: {title} {times}; {least:.2f}, {ratio:.2f}{far}"
+    for title, reason in case.reasons.items():
+        yield f"{name}: {title}: {reason}"
+
+
+def section(cases: Sequence[Case], rounds: int) -> str:
+    """The tables of seconds, reasons and distances."""
+    lines = [
+        f"{compare.machine()}; PyTorch {torch.__version__}; {datetime.date.today()}; load average "
+        f"{os.getloadavg()[0]:.1f}. CPU seconds of one thread per round, least and median of {rounds} in turn after a "
+        "warm-up. Then ratios to the plain loop: of the least times, and the median of those of rounds in turn.",
+        "",
+        *_table(cases, ENGINES),
+        "",
+    ]
+    with_peers = [case for case in cases if any(peer.title in case.seconds for peer in PEERS)]
+    if with_peers:
+        columns = ("cfl_ray, best engine", *(peer.title for peer in PEERS))
+        lines += [*_table(with_peers, columns), "", *_distances(with_peers), ""]
+    reasons = dict[str, list[str]]()
+    for case in cases:
+        for title, reason in case.reasons.items():
+            reasons.setdefault(f"{title}: {reason}", []).append(case.work.description)
+    lines += [f"- {'; '.join(names)}: {reason}" for reason, names in reasons.items()]
+    return "\n".join(lines).rstrip()
+
+
+def _table(cases: Sequence[Case], titles: Sequence[str]) -> Iterator[str]:
+    yield f"| network | plain loop | {' | '.join(titles)} |"
+    yield "|---" * (len(titles) + 2) + "|"
+    for case in cases:
+        plain = case.seconds[PLAIN.title]
+        cells = [f"{min(plain):.3f}, {statistics.median(plain):.3f}"]
+        for title in titles:
+            best = title.startswith("cfl_ray")
+            name = best_engine(case) if best else title
+            ratios = "{:.2f}, {:.2f}".format(*case.ratios(name)) if name in case.seconds else "cannot"
+            cells.append(f"**{ratios}** (`{name}`)" if best else ratios)
+        yield f"| {case.work.description} | {' | '.join(cells)} |"
+
+
+def best_engine(case: Case) -> str:
+    """The engine of cfl_ray with the least seconds."""
+    return min((engine for engine in ENGINES if engine in case.seconds), key=lambda engine: min(case.seconds[engine]))
+
+
+def _distances(cases: Sequence[Case]) -> Iterator[str]:
+    """The largest distance of each system, and versions."""
+    for peer in PEERS:
+        far = [case.far[peer.title] for case in cases if peer.title in case.far]
+        found = next((case.versions[peer.title] for case in cases if peer.title in case.versions), None)
+        if found:
+            listed = ", ".join(f"{name} {version}" for name, version in found.items())
+            apart = f"at most {max(far):.0e} of the change away from the plain loop" if far else "not compared"
+            yield f"- {peer.title}: {apart} after a round of a few clients in a fixed order, without dropout ({listed})"
+
+
+def expected(cases: Sequence[Case]) -> str:
+    """The table of what to expect: the engine of the rule and its ratio."""
+    lines = ["| network like this | engine of `auto` | of plain PyTorch | least of all engines |", "|---|---|---|---|"]
+    for case in cases:
+        engine, best = case.chosen, best_engine(case)
+        ratio = f"{case.ratios(engine)[0]:.2f}" if engine in case.seconds else "not measured"
+        least = f"{case.ratios(best)[0]:.2f} (`{best}`)"
+        lines.append(f"| {case.work.description} | `{engine}` | {ratio} | {least} |")
+    return "\n".join(lines)

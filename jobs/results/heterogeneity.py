@@ -50,7 +50,7 @@ def best_methods() -> str:
 
     On digits, settings of the field are ranked by its runs, in which all methods are.
     """
-    of_field, _ = field.read_figures()
+    of_field, _, _ = field.read_figures()
     count, known = of_field["method"].nunique(), set(of_field["setting"])
     rows = [["clients differ in", f"Digits, {count} methods", *FIGURES]]
     runs_of = {name: complete_runs(figures) for name, figures in FIGURES.items()}
@@ -82,7 +82,7 @@ def table(figures: Path) -> str:
     runs = complete_runs(figures)
     settings = [name for name in SETTINGS if name in set(runs["setting"])]
     seeds = ", ".join(map(str, sorted(set(runs.seed))))
-    lines = field.all_kinds(runs, settings, {"mbit": "Mbit", "seconds": "seconds"})
+    lines = field.all_kinds(runs, settings, {"mbit": "Mbit", "seconds": "seconds"}, field.ranks_over_seeds(runs))
     return "\n".join([f"Seeds: {seeds}. {lines[0]}", *lines[1:]])
 
 

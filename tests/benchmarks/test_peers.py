@@ -1,5 +1,6 @@
 """The workloads and the bare loop, with which other systems are compared."""
 
+import io
 import re
 import subprocess
 import sys
@@ -12,9 +13,10 @@ import torch
 from closeness import close
 from torch.nn.functional import cross_entropy
 
+from benchmarks.compare import distance, plain_round
 from benchmarks.memory import PeakMemory
-from benchmarks.peers import bare
-from benchmarks.workloads import WORKLOADS, first_model, samples_by_client, samples_of, shapes_of
+from benchmarks.peers import bare, torch_loops, turns
+from benchmarks.workloads import OWN_MODULES, WORKLOADS, first_model, samples_by_client, samples_of, shapes_of
 
 PEERS = Path(bare.__file__).parent
 
@@ -86,3 +88,39 @@ def test_jax_models_keep_the_layout():
         arrays = first_model(work)
         for found, expected in zip(jax_models.to_torch(jax_models.to_jax(arrays), work), arrays, strict=True):
             assert (found == expected).all()
+
+
+class TestTurns:
+    """Systems that train own modules in turn with cfl_ray."""
+
+    WORK = replace(
+        OWN_MODULES["GPT-like, 64 tokens of 80"], classes=7, tokens=5, clients=2, samples=5, batch=2
+    ).for_check()
+
+    @pytest.mark.parametrize("make", [torch_loops.plain, torch_loops.compiled_module, torch_loops.compiled_step])
+    def test_every_loop_trains_as_the_plain_one(self, make, monkeypatch):
+        """With the compiler left out: two batches of two samples and one of one, of two clients."""
+        monkeypatch.setattr(torch, "compile", lambda function=None, **_: function or (lambda given: given))
+        work = replace(self.WORK, clients=2, samples=5)
+        first = {name: p.detach().numpy().copy() for name, p in bare.module_of(work).named_parameters()}
+        found = torch_loops.train(make, work, first, iter([True, False]).__next__)
+        expected = plain_round(work, list(first.values()))
+        assert distance(list(found.values()), expected, list(first.values())) < 1e-5
+
+    def test_a_line_is_a_round_and_the_end_of_input_is_the_end(self, monkeypatch):
+        told = io.StringIO()
+        monkeypatch.setattr(sys, "stdin", io.StringIO("\n\n"))
+        following = turns.Turns(told)
+        assert [following(), following(), following()] == [True, True, False]
+        assert len(told.getvalue().splitlines()) == 2 and all(float(line) >= 0 for line in told.getvalue().split())
+
+    @pytest.mark.parametrize("name", ["MLP 784-200-10", "Transformer", "ViT, 3x32x32", "GPT-like, 64 tokens of 80"])
+    def test_networks_in_jax_have_the_same_outputs(self, name):
+        pytest.importorskip("jax")
+        from benchmarks.peers import jax_modules
+
+        work = replace(OWN_MODULES[name], clients=1, samples=3)
+        module, x = bare.module_of(work), samples_by_client(work)[0][0]
+        params = {name: p.detach().numpy() for name, p in module.named_parameters()}
+        found = jax_modules.MODELS[work.model](params, x, jax_modules.jax.random.key(0), **work.options)
+        assert close(torch.from_numpy(np.array(found)), module(torch.from_numpy(x)).detach(), 1e-5)

@@ -25,10 +25,12 @@ def test_estimated_traffic_is_that_of_a_run(tmp_path, monkeypatch):
     experiment = cfl_ray.Experiment(
         rounds=2,
         methods=["all"],
-        data={"source": "synthetic", "synthetic_shape": [6], "synthetic_samples": 200, "partition": {"clients": 8}},
+        data={"source": "synthetic", "synthetic_shape": [6], "synthetic_samples": 100, "partition": {"clients": 8}},
         cohort={"fraction": 1.0},
         model={"name": "mlp", "options": {"hidden": 4}},
         local={"epochs": 1},
+        evaluation={"every": 2},
+        tracking={"enabled": False},
         runtime={"engine": "manual"},
     )
     results = cfl_ray.simulate(experiment)

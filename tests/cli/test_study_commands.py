@@ -276,6 +276,10 @@ def test_every_number_is_of_the_best_round_and_every_table_says_so(capsys):
     printed = call(capsys, "table", "runs/small", "--format", "latex", "--metric", "accuracy", "--p-values")[1]
     assert "those of each run's best round" in printed and "$p$" in printed
     assert "--p-values is an option of --format latex" in call(capsys, "table", "runs/small", "--p-values")[2]
+    against = ["--test", "wilcoxon", "--against", "local"]
+    printed = call(capsys, "table", "runs/small", "--metric", "accuracy", *against)[1]
+    assert "signed-rank test over clients against local, n = " in printed
+    assert "--against is of the column p" in call(capsys, "table", "runs/small", "--format", "latex", *against)[2]
 
 
 def of_methods(study: str) -> dict[Path, MethodResult]:

@@ -251,7 +251,7 @@ class TestStatistics:
 def test_a_mixture_needs_a_step():
     models_KP = torch.zeros(2, P)
     with pytest.raises(ValueError, match="fit_mixture: steps must be at least 1, got 0"):
-        clients(backend=Recorder()).fit_mixture(clients().broadcast(models_KP), None, steps=0)
+        clients(backend=Recorder()).fit_mixture(clients().broadcast(models_KP), LocalTraining(), steps=0)
 
 
 def test_weights_of_clients():

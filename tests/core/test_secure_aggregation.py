@@ -17,13 +17,12 @@ from cfl_ray.core.params import Columns
 from cfl_ray.core.privacy import PrivacyError
 from cfl_ray.core.rng import Draws, stream
 from cfl_ray.core.secure_aggregation import SecureAggregation, missing, traffic
-from cfl_ray.core.work import Address, Averaging, Mixture, Train, UpdateFeatures
+from cfl_ray.core.work import Address, Averaging, Train, UpdateFeatures
 from cfl_ray.data.synthetic import SyntheticFederation
 from cfl_ray.engine.reduce import HostSums
 from cfl_ray.engine.secure_sums import mask
 from cfl_ray.errors import ConfigError
 from cfl_ray.methods import REGISTRY
-from cfl_ray.methods.fedem import responsibilities
 
 COLUMNS = 53
 SECURE = SecureAggregation(clip=0.5, levels=2**12, bits=24, neighbours=4, threshold=0.5)
@@ -50,7 +49,7 @@ REFUSED = {
     "fedgroup": UPDATES,
     "fedgwc": "the losses of local steps",
     "fednova": NUMBERS,
-    "fedrc": NUMBERS,
+    "fedrc": "the label masses that clients report",
     "fedsoft": NUMBERS,
     "fesem": UPDATES,
     "pacfl": "descriptions",
@@ -170,9 +169,7 @@ def test_losses_of_single_clients_are_refused():
     updates = clients.train(clients.send(torch.zeros(1, COLUMNS)), average=torch.ones(1, 3))
     with pytest.raises(PrivacyError, match="the training losses of single clients, which secure aggregation hides"):
         updates.train_loss_M  # noqa: B018
-    mixtures = clients.train_mixture(
-        clients.send(torch.zeros(2, COLUMNS)), Mixture(responsibilities, np.full((3, 2), 0.5)), average=np.ones(3)
-    )
+    mixtures = clients.train_mixture(clients.send(torch.zeros(2, COLUMNS)), average=np.ones(3))
     with pytest.raises(PrivacyError, match="the training losses of single clients"):
         mixtures.train_loss_M  # noqa: B018
     with pytest.raises(PrivacyError, match="the colours of single clients"):

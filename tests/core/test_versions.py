@@ -8,7 +8,7 @@ import torch
 from closeness import close
 from federations import Stage, linear, planted
 
-from cfl_ray.core.clients import LocalTraining, Mixture
+from cfl_ray.core.clients import LocalTraining
 from cfl_ray.core.state import State
 from cfl_ray.core.versions import NotAsynchronous, Received, Versions
 from cfl_ray.methods.fedavg import FedAvg
@@ -140,6 +140,6 @@ def test_mixtures_and_chains_are_refused():
     clients = replace(clients, received=Received(Versions(), {}, 0))
     sent = clients.broadcast(one.model()[None])
     with pytest.raises(NotAsynchronous, match="mixture"):
-        clients.train_mixture(sent, Mixture(None, np.ones((2, 1))), average=np.ones(2))
+        clients.train_mixture(sent, average=np.ones(2))
     with pytest.raises(NotAsynchronous, match="chained"):
         clients.train(sent.choose([0, 0]), how=LocalTraining(chained=True))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from closeness import close
-from federations import Stage, linear, planted, uneven
+from federations import Stage, attack_of, linear, planted, uneven
 from torch import nn
 
 import cfl_ray
@@ -12,7 +12,6 @@ from cfl_ray.core.aggregation.rules import NormClipping
 from cfl_ray.core.clients import ClientState, LocalTraining, UpdateFeatures
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.rng import torch_stream
-from cfl_ray.engine.attack import Attack
 from cfl_ray.errors import ConfigError
 from cfl_ray.setup.prepare import prepare
 
@@ -22,7 +21,7 @@ KINDS = ["label_flip", "sign_flip", "scaled", "gaussian", "colluders"]
 
 def stage(kind: str = "none", engine: str = "sequential", **options) -> Stage:
     one = Stage(planted(6), linear, LocalSGD(epochs=2, lr=0.3), engine)
-    one.backend.worker.attack = Attack(kind, frozenset(BAD), **options)
+    one.backend.worker.attack = attack_of(kind, BAD, **options)
     return one
 
 
@@ -97,7 +96,7 @@ class TestEveryKind:
                 LocalSGD(epochs=3, lr=0.3),
                 name,
             )
-            one.backend.worker.attack = Attack(kind, frozenset(BAD), scale=2.0)
+            one.backend.worker.attack = attack_of(kind, BAD, scale=2.0)
             rows.append(uploads(one))
         assert close(*rows, 1e-5)
 
@@ -271,7 +270,7 @@ class TestOwnAttacks:
             "    def upload(self, upload_P, start_P, draw): return start_P + self.by\n"
         )
         experiment = TestExperiments().experiment(kind=f"{file}:Rider", options={"by": 0.5}, fraction=0.3)
-        assert prepare(experiment).attack.kind.by == 0.5
+        assert prepare(experiment).attack.kind.plugin.by == 0.5
         with pytest.raises(ConfigError, match="is no attack: expected a function f"):
             prepare(TestExperiments().experiment(kind=type("Empty", (), {})))
         assert experiment.to_dict()["attack"]["kind"] == f"{file}:Rider"

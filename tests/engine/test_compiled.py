@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from federations import uneven
@@ -194,6 +195,49 @@ class Reads(nn.Module):
         return self.fc(x_B) if x_B.sum() > 1e9 else self.fc(-x_B)
 
 
+def masked(values_of):
+    """A layer after inputs times values of them, which no operation of PyTorch computes."""
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(6, 3)
+
+        def forward(self, x_B):
+            return self.fc(x_B * values_of(x_B.detach()))
+
+    return Masked
+
+
+class LayerDrop(nn.Module):
+    """Leaves out a layer at random."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.fc = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x_B):
+        return self.fc(x_B if torch.rand(()) < 0.5 else self.body(x_B))
+
+
+def tries(x_B):
+    try:
+        return torch.tensor(x_B.tolist())
+    except Exception:  # the error of the recorder, too
+        return torch.ones(6)
+
+
+class ByFrequency(nn.Module):
+    """Gradients of embeddings that samples which fill a batch would change."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.fc = nn.Embedding(5, 6, scale_grad_by_freq=True), nn.Linear(6, 3)
+
+    def forward(self, x_B):
+        return self.fc(self.embed(x_B.long().clamp(0, 4)).mean(1))
+
+
 class Remembers(nn.Module):
     def __init__(self):
         super().__init__()
@@ -210,6 +254,11 @@ class Remembers(nn.Module):
         (wide_cnn, IMAGE, SGD, "99% of its multiplications are convolutions"),
         (with_batch_norm, FLAT, SGD, "batch statistics would include the samples that fill a batch"),
         (Reads, FLAT, SGD, "its passes read values"),
+        (masked(lambda x_B: torch.from_numpy(x_B.numpy())), FLAT, SGD, "its passes read values (numpy)"),
+        (masked(lambda x_B: torch.tensor(np.asarray(x_B))), FLAT, SGD, "its passes read values (__array__)"),
+        (masked(tries), FLAT, SGD, "its passes read values (tolist)"),
+        (LayerDrop, FLAT, SGD, "its passes read values (aten::_local_scalar_dense)"),
+        (ByFrequency, FLAT, SGD, "batch statistics would include the samples that fill a batch"),
         (Remembers, FLAT, SGD, "its passes change tensors that they are given"),
         (mlp, FLAT, LocalSGD(), "a batch has all samples of a client"),
         (mlp, FLAT, LocalSGD(batch_size=40), "a client has 9 samples, less than half of a batch of 40"),

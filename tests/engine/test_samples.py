@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 import torch
 from fake_memory import FakeMemory
-from federations import Spoiled, Stage, linear, planted, uneven
+from federations import Spoiled, Stage, attack_of, linear, planted, uneven
 from torch import nn
 
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Address, EvaluateClients, EvaluateShared, Rows
 from cfl_ray.data.chained import ChainedFederation
 from cfl_ray.data.changes import ChangingFederation, DataChange
-from cfl_ray.engine.attack import Attack
 from cfl_ray.engine.samples import SampleCache
 from cfl_ray.nn.network import Network
 
@@ -145,7 +144,7 @@ def test_labels_of_attackers_are_not_kept():
     rows = []
     for limit in (None, 0):
         stage, _ = stage_of(planted(4), limit)
-        stage.backend.worker.attack = Attack("label_flip", frozenset({1}), from_round=2)
+        stage.backend.worker.attack = attack_of("label_flip", {1}, from_round=2)
         rows.append(play(stage, 1, 2, 1))
     assert all(map(torch.equal, *rows)) and torch.equal(rows[0][0], rows[0][2])
     assert not torch.equal(rows[0][0], rows[0][1])

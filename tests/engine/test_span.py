@@ -7,7 +7,7 @@ import pytest
 import torch
 import training_tasks
 from closeness import close
-from federations import Stage, uneven
+from federations import Stage, attack_of, uneven
 from torch import nn
 from torch.nn import functional as F
 from training_tasks import IMAGE, LONG, assert_same, long_mlp, rows, with_fields
@@ -234,7 +234,7 @@ class TestWorker:
         assert updates.valid_M.all() and np.isfinite(updates.train_loss_M).all()
         return updates.averaged(default=torch.zeros(3, stage.network.spec.size))
 
-    @pytest.mark.parametrize("attack", [Attack(), Attack("sign_flip", frozenset({2}))], ids=["honest", "attacked"])
+    @pytest.mark.parametrize("attack", [Attack(), attack_of("sign_flip", {2})], ids=["honest", "attacked"])
     def test_sums_are_those_of_sequential(self, attack, monkeypatch):
         """Clients of two models in three weighted means, without a row of an honest client."""
         expected = self.averages("sequential", attack)

@@ -9,7 +9,7 @@ import torch
 import training_tasks
 from closeness import close
 from fake_memory import FakeMemory, install
-from federations import Spoiled, Stage, linear, uneven
+from federations import Spoiled, Stage, attack_of, linear, uneven
 from torch import nn
 from training_tasks import LONG, long_mlp, results, rows, with_fields
 
@@ -220,7 +220,7 @@ class TestChunksOfACall:
         return means, torch.tensor(updates.train_loss_M), updates.valid_M, updates.features_MF if what else None
 
     @pytest.mark.parametrize("engine", ["vectorised", "span"])
-    @pytest.mark.parametrize("attack", [HONEST, Attack("sign_flip", frozenset({6}))], ids=["honest", "attacked"])
+    @pytest.mark.parametrize("attack", [HONEST, attack_of("sign_flip", {6})], ids=["honest", "attacked"])
     def test_are_trained_together_and_summed_one_by_one(self, engine, attack):
         expected, memory = self.outcome(engine, attack=attack), FakeMemory(10**9)
         found = self.outcome(engine, memory, attack=attack)

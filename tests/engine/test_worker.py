@@ -1,23 +1,25 @@
 """Exchanges in this process: chains, gradients, losses, excluded clients, client states and named failures."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from closeness import close
-from federations import Spoiled, Stage, linear, planted, uneven
+from federations import Spoiled, Stage, attack_of, linear, planted, uneven
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from benchmarks.models import LSTM, LeNet5, ResNet8, Transformer
 from cfl_ray.core.clients import ClientState, LocalTraining
 from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.core.params import Columns
 from cfl_ray.core.rng import stream
 from cfl_ray.core.updates import Updates
 from cfl_ray.core.work import Address
 from cfl_ray.data.synthetic import SyntheticFederation
 from cfl_ray.engine import sequential
-from cfl_ray.engine.attack import Attack
 from cfl_ray.engine.chunks import chunks_of
 from cfl_ray.engine.describing import ClientView
 from cfl_ray.engine.failure import ClientFailure
@@ -84,7 +86,7 @@ class TestChain:
                 return (x * 2.0**15 if client == 1 else x), y
 
         stage = Stage(Large(4, input=(1, 4, 4), classes=4, groups=2, samples=50), linear, LocalSGD(lr=100.0))
-        stage.backend.worker.attack = Attack("gaussian", frozenset([1]))
+        stage.backend.worker.attack = attack_of("gaussian", [1])
         whole, rest = chain(stage, [0, 1, 2]), chain(stage, [0, 2])
         assert whole.valid_M.tolist() == [True, False, True]
         assert torch.equal(whole.features_MF[[0, 2]], rest.features_MF)
@@ -116,6 +118,33 @@ class TestClientView:
         cross_entropy(module(one.x), one.y).backward()
         expected = torch.cat([parameter.grad.reshape(-1) for parameter in module.parameters()])
         assert close(one.gradient(row_P, batch), expected, 1e-5) and expected.abs().max() > 0.01
+
+    @pytest.mark.parametrize("ranges", [lambda P: ((P - 14, P),), lambda P: ((1, 3), (P - 1, P)), lambda P: ((0, P),)])
+    def test_gradient_of_some_columns_has_the_same_bits(self, ranges):
+        one = self.one(net, uneven([10, 7]))
+        row_P, columns = one.network.new_model(3, 0), Columns(ranges(one.spec.trained))
+        assert torch.equal(one.gradient(row_P, 4, columns=columns), columns.of(one.gradient(row_P, 4)))
+
+    @pytest.mark.parametrize(
+        "factory",
+        [partial(LeNet5, 4), partial(Transformer, 4, 0.1), partial(LSTM, 4), partial(ResNet8, 4)],
+        ids=["pooling", "attention", "recurrent", "normalisation"],
+    )
+    def test_gradient_of_the_last_layer_has_the_same_bits_where_kernels_differ_without_gradients(self, factory):
+        one = self.one(factory, SyntheticFederation(2, input=(1, 28, 28), classes=4, samples=10))
+        row_P, head = one.network.new_model(3, 0), one.spec.top(1)
+        assert torch.equal(one.gradient(row_P, columns=head), head.of(one.gradient(row_P)))
+        assert all(p.requires_grad for p in one.network.params) and torch.backends.mha.get_fastpath_enabled()
+
+    def test_layers_below_the_columns_have_no_backward_pass(self):
+        """The gradient of the last bias is the mean of softmax - Y, for which the layers below are constants."""
+        one, calls = self.one(net, uneven([10, 7])), []
+        one.network.params[0].register_hook(lambda grad: calls.append(1))
+        row_P, last = one.network.new_model(3, 0), Columns(((one.spec.trained - 1, one.spec.trained),))
+        one.gradient(row_P, columns=last)
+        assert not calls
+        one.gradient(row_P)
+        assert calls == [1]
 
     def test_gradient_of_a_linear_model_is_the_formula(self):
         """(softmax(X W' + b) - Y)' X / n, and its column sums for the bias."""

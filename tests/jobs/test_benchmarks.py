@@ -2,9 +2,11 @@
 
 import copy
 import inspect
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,8 +14,9 @@ import pytest
 import torch
 from closeness import close
 
-from benchmarks.workloads import Workload
-from jobs.benchmarks import clustering, in_process, methods
+from benchmarks import compare
+from benchmarks.workloads import OWN_MODULES, Workload
+from jobs.benchmarks import clustering, in_process, methods, modules
 from jobs.benchmarks.__main__ import BENCHMARKS
 from jobs.benchmarks.nodes import speedup
 from jobs.benchmarks.scale import CALL_SECONDS, simulate_round
@@ -49,6 +52,44 @@ class TestMethods:
             "| slow | 2.00 | 2.50 | 1.25 | above |",
             "| moon | 1.00 | 1.10 | 1.10 | in `sequential` |",
         ]
+
+
+class TestModules:
+    """The tables of own modules: the plain loop takes 1 and 2 s, others what is given."""
+
+    @staticmethod
+    def case(name, reasons=(), far=(), **seconds):
+        return modules.Case(OWN_MODULES[name], "manual", {"plain loop": [1, 2]} | seconds, dict(reasons), dict(far))
+
+    def test_cells_are_the_ratio_of_least_times_and_the_median_ratio(self):
+        """0.5 / 1, and (0.5 / 1 + 0.5 / 2) / 2; the best engine has the least seconds."""
+        case = self.case("LSTM", {"compiled": "it is recurrent"}, manual=(0.5, 0.5), sequential=(0.9, 0.8))
+        text = modules.section([case], 2)
+        assert "| LSTM | 1.000, 1.500 | 0.50, 0.38 | 0.80, 0.65 | cannot |" in text
+        assert "- LSTM: compiled: it is recurrent" in text and "JAX" not in text
+        assert "| LSTM | `manual` | 0.50 | 0.50 (`manual`) |" in modules.expected([case])
+
+    def test_peers_are_beside_the_best_engine_or_have_their_reason(self):
+        peers = {"JAX by hand": (0.25, 0.5)}
+        case = self.case("Transformer", {"pfl-research": "no venv"}, {"JAX by hand": 2e-6}, compiled=(0.5, 1), **peers)
+        case.versions["JAX by hand"] = {"jax": "1.0"}
+        text = modules.section([case, self.case("LSTM", sequential=(1, 2))], 2)
+        assert "**0.50, 0.50** (`compiled`) | cannot | cannot | cannot | 0.25, 0.25 |" in text
+        assert "JAX by hand: at most 2e-06 of the change" in text and "(jax 1.0)" in text
+        assert "- Transformer: pfl-research: no venv" in text and text.count("| LSTM |") == 1
+
+    def test_the_page_has_the_parts_that_are_written(self):
+        page = (compare.ROOT / "docs" / "performance.md").read_text()
+        for begin in (modules.BEGIN, modules.BEGIN_EXPECTED, methods.BEGIN):
+            assert "\nnew\n" in compare.with_section(page, "new", begin)
+
+    def test_a_system_that_cannot_run_has_the_last_error_as_reason(self):
+        case, missing = self.case("LSTM"), modules.Peer("other", "no_such_script", "plain")
+        with (
+            pytest.raises(compare.CannotRun, match="no_such_script"),
+            modules.peer_round(missing, Path(sys.executable), case),
+        ):
+            pass
 
 
 @pytest.mark.parametrize("name", ["fedclust", "pacfl", "stocfl"])

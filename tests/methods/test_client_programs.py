@@ -522,13 +522,18 @@ def averaging(program: ClientProgram):
     return Own()
 
 
-@pytest.mark.parametrize("program, passes", [(ClientProgram(), 1), (OwnHead(0.1), 2)])
-def test_the_plan_counts_the_passes_of_a_step(program, passes):
-    """Of a step without training, on ones."""
+class Weighing(ClientProgram):
+    def weigh(self, client, loss_nK, held):
+        return loss_nK
+
+
+@pytest.mark.parametrize("program, passes, tests", [(ClientProgram(), 1, 0), (OwnHead(0.1), 2, 0), (Weighing(), 1, 1)])
+def test_the_plan_counts_the_passes_of_a_step(program, passes, tests):
+    """Of a step without training, on ones, and the pass over all samples whose losses weigh them."""
 
     one = stage("sequential")
     load = load_of(averaging(program), 4, 8, one.network.spec, LOCAL, one.federation.shape)
-    assert load.trainings == passes
+    assert (load.trainings, load.tests) == (passes, tests)
 
 
 class TestPredicts:

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 import torch
 from closeness import close
-from federations import Stage, planted
+from federations import Stage, attack_of, planted
 from linear import ETA, HIDDEN, N_0, N_1, assert_layers, data, deep_sgd, deep_stage, layers
 from rounds import accuracy, floats, groups, row_accuracy
 from torch import nn
 
 from cfl_ray.core.local_sgd import LocalSGD
-from cfl_ray.engine.attack import Attack
 from cfl_ray.methods.fedas import FedAS
 from cfl_ray.methods.fedccfa import FedCCFA
 from cfl_ray.methods.fedper import FedPer
@@ -100,7 +99,7 @@ def test_a_base_that_is_not_trained_is_not_aligned(new_body):
 def test_a_negative_trace_of_an_attacker_has_no_weight():
     """The colluders send -2 times what they should: the others' average remains."""
     one, other = groups(), groups()
-    one.backend.worker.attack = Attack("colluders", frozenset([6, 7]), scale=2.0)
+    one.backend.worker.attack = attack_of("colluders", [6, 7], scale=2.0)
     found, expected = one.play(FedAS(), None), other.play(FedAS(), [0, 1, 2, 3, 4, 5])
     assert torch.equal(found.models_KP, expected.models_KP)
 

@@ -10,9 +10,10 @@ from federations import Stage, planted
 from rounds import EnginesAndCheckpoints, accuracy, assert_equal, floats, groups
 from torch import nn
 
+from cfl_ray.config.data import SOURCE_KINDS
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.data.changes import ChangingFederation, DataChange
-from cfl_ray.data.synthetic import CONCEPTS, ConceptFederation
+from cfl_ray.data.synthetic import ConceptFederation
 from cfl_ray.methods.feddrift import FedDrift
 
 # concept of ten clients in the first time steps: A.cp of microsoft/FedDrift (e4ac32f)
@@ -28,7 +29,7 @@ ROUNDS = 6  # of a time step
 
 def concepts(name: str, points: list[list[int]], samples: int = 200) -> ChangingFederation:
     """Clients with new data of these concepts in every time step: those of further clients, who are never online."""
-    clients, kinds = len(points[0]), len(CONCEPTS[name][2])
+    clients, kinds = len(points[0]), len(SOURCE_KINDS.builtin[name].load().rules)
     first = clients + -clients % kinds  # of the further clients; client i has concept i mod `kinds`
     changes = []
     for step, row in enumerate(points):

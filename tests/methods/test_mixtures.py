@@ -13,12 +13,12 @@ from rounds import COHORTS, accuracy, floats, groups, mlp
 from torch import nn
 
 from cfl_ray.core.aggregation.rules import RULES, MultiKrum, TrimmedMean
-from cfl_ray.core.clients import Mixture
+from cfl_ray.core.clients import LocalTraining
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.mixtures import entropy
 from cfl_ray.data import federation_from_arrays
 from cfl_ray.methods.fedavg import FedAvg
-from cfl_ray.methods.fedem import FedEM, responsibilities
+from cfl_ray.methods.fedem import FedEM, Likelihoods
 from cfl_ray.methods.fedrc import FedRC
 
 METHODS = [FedEM, FedRC]
@@ -100,8 +100,8 @@ def test_every_model_can_have_client_weights_of_its_own(engine):
     theta = torch.stack([one.model(k) for k in range(3)])
     weight_KM = np.array([[0.2, 0.6], [3.0, 0.0], [0.0, 0.0]])
     clients = one.clients()
-    mixture = Mixture(responsibilities, np.full((2, 3), 1 / 3))
-    updates = clients.train_mixture(clients.broadcast(theta), mixture, average=weight_KM)
+    how = LocalTraining(program=Likelihoods(), given={"mixture": np.full((2, 3), 1 / 3)})
+    updates = clients.train_mixture(clients.broadcast(theta), how, average=weight_KM)
     found = updates.averaged(default=theta)
     w = [matrix(row_P) for row_P in theta]
     q = [softmax(-np.stack([sample_losses(one, i, each) for each in w], 1)) for i in (0, 1)]
@@ -267,7 +267,7 @@ def test_a_diverged_model_has_no_weight_and_all_diverged_exclude_the_client():
     after = one.play(FedEM(num_models=2), None, state=state.advance(models_KP=broken))
     assert (after.weight_NK == [1, 0]).all()
     one.play(FedEM(num_models=2), [0, 1], state=state.advance(models_KP=broken * torch.nan))
-    assert "responsibilities" in one.stats.rejected[0]
+    assert "weights that are not finite" in one.stats.rejected[0]
 
 
 def test_mixture_weights_of_many_clients_are_on_disk():

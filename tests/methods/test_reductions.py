@@ -1,5 +1,6 @@
 """Special cases: with certain values of its parameters, a method is a simpler one, bit for bit."""
 
+import functools
 from dataclasses import replace
 
 import numpy as np
@@ -67,6 +68,12 @@ def play(method, cohorts=COHORTS, **local):
     return one, one.play(method, *cohorts)
 
 
+@functools.cache
+def played(plain, **local):
+    """The same of a simple method, which is that of several cases."""
+    return play(plain, **local)
+
+
 @pytest.mark.parametrize("weights", ["samples", "uniform"])
 @pytest.mark.parametrize(
     "special, plain, local",
@@ -75,7 +82,7 @@ def play(method, cohorts=COHORTS, **local):
 )
 def test_is_the_simpler_method(special, plain, local, weights):
     one, found = play(replace(special, weights=weights), **local)
-    other, expected = play(replace(plain, weights=weights), **local)
+    other, expected = played(replace(plain, weights=weights), **local)
     assert torch.equal(found.models_KP, expected.models_KP)
     assert floats(one) == floats(other) or special.name in UPLOADS_MORE
     assert one.client_states == {} or special.name in KEEPS_STATE

@@ -5,13 +5,12 @@ import pytest
 import torch
 from checksums import EARLY
 from closeness import close
-from federations import Spoiled, planted
+from federations import Spoiled, attack_of, planted
 from rounds import COHORTS, accuracy, assert_equal, groups
 
 from cfl_ray.core.aggregation.rules import RULES, Mean, Median, MultiKrum, NormClipping, TrimmedMean
 from cfl_ray.core.clients import ClientState, LocalTraining
 from cfl_ray.core.weights import cluster_weights
-from cfl_ray.engine.attack import Attack
 from cfl_ray.errors import ConfigError
 from cfl_ray.methods import REGISTRY, construct
 from cfl_ray.methods.fedavg import FedAvg
@@ -193,7 +192,7 @@ def honest_accuracy(kind: str, rule) -> float:
     """P-server accuracy of the other ten clients after some rounds of IFCA."""
     one = groups(federation=planted(16, samples=80), lr=0.5, batch_size=20, epochs=3)
     scale = 30.0 if kind == "colluders" else 3.0
-    one.backend.worker.attack = Attack(kind, frozenset(ATTACKERS), scale=scale, sigma=5.0)
+    one.backend.worker.attack = attack_of(kind, ATTACKERS, scale=scale, sigma=5.0)
     method = IFCA(num_clusters=2, aggregation=rule)
     rounds = 7 if rule == "norm_clipping" else 3  # clipped changes are shorter
     return accuracy(one, method, one.play(method, *[None] * rounds), np.arange(6, 16)).mean()

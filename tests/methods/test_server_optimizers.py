@@ -25,7 +25,7 @@ def model():
 
 
 def play(name: str, rounds: int, server=None, **options) -> tuple[object, Stage]:
-    one = Stage(planted(8, samples=40), model, LocalSGD(epochs=2, batch_size=20, lr=0.3), server=server)
+    one = Stage(planted(6, samples=20), model, LocalSGD(epochs=1, batch_size=10, lr=0.3), server=server)
     return one.play(construct(REGISTRY[name], EARLY.get(name, {}) | options), *[None] * rounds), one
 
 

@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from cfl_ray import models
 from cfl_ray.errors import ConfigError
 from cfl_ray.models import REGISTRY, recipe
+from cfl_ray.models.factory import ModelRecipe
 
 MNIST, CIFAR = (1, 28, 28), (3, 32, 32)
 
@@ -39,6 +41,20 @@ def test_has_the_parameters_of_its_paper(name, options, shape, classes, paramete
 def test_every_registered_model_is_counted_above():
     counted = test_has_the_parameters_of_its_paper.pytestmark[0].args[1]
     assert {name for name, *_ in counted} == set(REGISTRY)
+
+
+def test_a_process_tries_a_network_of_the_package_once_and_a_users_every_time(monkeypatch):
+    name, options, made, seeds = "mlp", {"hidden": 4}, models.tried, []
+    monkeypatch.setattr(models, "_TRIED", {})
+    monkeypatch.setattr(models, "tried", lambda recipe, seed: seeds.append(seed) or made(recipe, seed))
+    first, again = (recipe(name, options, MNIST, 10, seed=seed) for seed in (3, 4))
+    assert seeds == [3] and again == first
+    other = made(ModelRecipe(REGISTRY[name], MNIST, 10, options), 4)  # what it finds depends on no seed
+    assert (again.warnings, again.constants) == (other.warnings, other.constants)
+    recipe(name, options, MNIST, 11, seed=5)  # another network
+    for seed in (6, 7):
+        recipe(lambda: REGISTRY[name](MNIST, 10, **options), {}, MNIST, 10, seed=seed)
+    assert seeds == [3, 5, 6, 7]
 
 
 def test_femnist_cnn_starts_from_xavier():
@@ -75,12 +91,8 @@ def test_a_factory_from_a_file(tmp_path):
     "name, options, shape, message",
     [
         ("lenet", {}, MNIST, r"unknown model 'lenet' \(did you mean 'lenet5'\?\)"),
-        (
-            "mlp",
-            {"hiden": 5},
-            MNIST,
-            r"built with \(hiden=5, input_shape=\(1, 28, 28\), num_classes=10\): .*unexpected keyword argument 'hiden'",
-        ),
+        ("mlp", {"hiden": 5}, MNIST, r"model mlp has no option 'hiden' \(did you mean 'hidden'\?\)"),
+        (lambda: nn.Linear(784, 10), {"wide": 5}, MNIST, r"test_models.py, .* has no option 'wide'; it has none"),
         ("mlp", {"hidden": -5}, MNIST, r"model mlp cannot be built with \(hidden=-5, .*\): RuntimeError"),
         ("mlp", {"hidden": "many"}, MNIST, r"model mlp cannot be built with \(hidden='many', .*\): TypeError"),
         ("lenet5", {}, (1, 8, 8), r"model lenet5 does not take samples of shape \(1, 8, 8\)"),

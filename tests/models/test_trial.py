@@ -410,6 +410,37 @@ def test_outputs_that_are_no_tensor_have_a_remedy(outputs, message):
         tried(lambda: Net(4, 3))
 
 
+@pytest.mark.parametrize(
+    "forward, message",
+    [
+        (lambda module, x: x.view(2, 4), "takes a batch of 2 samples, but does not take a batch of 3: .*any size"),
+        (lambda module, x: x[:2], r"answers a batch of 3 with shape \(2, 3\), expected \(3, 3\)"),
+    ],
+)
+def test_a_fixed_number_of_samples_is_an_error(forward, message):
+    with pytest.raises(ConfigError, match=message):
+        tried(net(forward=forward))
+
+
+def test_outputs_that_lose_the_axis_of_one_sample_are_a_warning():
+    class Net(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).squeeze()
+
+    (warning,) = tried(lambda: Net(4, 3)).warnings
+    assert "answers a batch of 1 with shape (3,), expected (1, 3)" in warning
+
+
+def test_values_that_the_network_refuses_are_an_error_with_its_line():
+    def forward(module, x):
+        if x.sum() > 0 and len(x) == 2:
+            raise ValueError("no positive numbers")
+        return x
+
+    with pytest.raises(ConfigError, match="does not take samples between 0 and 1: ValueError: no positive numbers"):
+        tried(net(forward=forward))
+
+
 class TestNumbersDrawnByTheFirstPass:
     """Values that a forward pass draws once and keeps are in no saved model."""
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cfl_ray.core.classifier import Classifier
 from cfl_ray.nn.network import Network
 
 
@@ -102,3 +103,37 @@ def test_a_last_layer_whose_call_is_not_seen():
             return self.attention(x, x, x)[0][0]
 
     assert Network(Attention, (4,)).last_layer == "attention.out_proj"
+
+
+class Transposed(nn.Module):
+    """A layer whose weight is (F, C), as those of GPT-2 are."""
+
+    def __init__(self, features: int, outputs: int):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.rand(features, outputs)), nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
+
+class Normed(nn.Linear):
+    """A linear layer of vectors of length 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(nn.functional.normalize(x))
+
+
+class OwnLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bf,cf->bc", x, self.weight) + self.bias
+
+
+@pytest.mark.parametrize("head", [Transposed(16, 16), Transposed(16, 3), Normed(16, 3)])
+def test_a_matrix_that_is_used_in_another_way_is_no_classifier(head):
+    with pytest.raises(ValueError, match="the last layer 'head' must be linear.* its weight .* is a matrix, but"):
+        Classifier.of(network_of(head=head).spec)
+
+
+@pytest.mark.parametrize("head", [nn.Linear(16, 3), OwnLinear(16, 3), nn.Linear(16, 3, bias=False)])
+def test_a_linear_head_is_a_classifier(head):
+    assert Classifier.of(network_of(head=head).spec).num_features == 16

@@ -108,6 +108,28 @@ def test_a_folder_to_which_others_can_write_is_refused(compiled, monkeypatch, tm
     assert "others than you can write to it: chmod go-w" in package_of(_recording())
 
 
+def test_a_cache_folder_that_cannot_be_made_is_known_before_compiling(compiled, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CFL_RAY_CACHE", str(tmp_path / "file" / "cache"))
+    expected = f"its package cannot be kept ({tmp_path}/file: Not a directory); set CFL_RAY_CACHE to a folder of yours"
+    assert why_not(_recording()) == expected
+    assert package_of(_recording()).startswith(f"its package cannot be kept ({tmp_path}/file")
+    monkeypatch.setattr(packages.os, "access", lambda path, mode: path != tmp_path)
+    monkeypatch.setenv("CFL_RAY_CACHE", str(tmp_path / "of another user"))
+    _next_process(monkeypatch)
+    assert f"({tmp_path}: Permission denied)" in why_not(_recording())
+
+
+def test_a_user_without_a_home_has_no_package(compiled, monkeypatch):
+    def missing():
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("CFL_RAY_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", missing)
+    assert "home" in why_not(_recording())
+
+
 def test_without_a_cpp_compiler_only_packages_that_are_there_are_used(compiled, monkeypatch):
     monkeypatch.setattr(torch_compiler, "why_not", lambda: "this machine has no C++ compiler")
     assert why_not(_recording()) == package_of(_recording()) == "this machine has no C++ compiler"

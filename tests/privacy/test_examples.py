@@ -42,7 +42,7 @@ def experiment(**sections) -> Experiment:
     common = {
         "rounds": 3,
         "methods": ["fedavg"],
-        "data": {"shift": {"kind": "rotated"}, "partition": {"clients": 6}},
+        "data": {"shift": {"kind": "rotated"}, "partition": {"clients": 6, "samples": 80}},
         "model": {"name": "mlp", "options": {"hidden": 0}},
         "local": {"epochs": 1, "batch_size": 20},
         "cohort": {"fraction": 0.5},

@@ -41,7 +41,7 @@ REFUSED = {
     "feddrift": READS.format("further numbers"),
     "fedgwc": READS.format("the losses of local steps"),
     "fednova": READS.format("further numbers"),
-    "fedrc": READS.format("further numbers"),
+    "fedrc": READS.format("the label masses that clients report"),
     "fedsoft": READS.format("further numbers"),
     "pfedgraph": READS.format("the models"),
     "fedpac": READS.format("the heads"),
@@ -51,7 +51,7 @@ REFUSED = {
 WITH_SIGNATURES = "cfl cflgp cgpfl fedac fedclust fedgroup fesem pacfl stocfl"
 
 
-def stage(engine="sequential", lr=5.0) -> Stage:
+def stage(engine="manual", lr=5.0) -> Stage:
     """Clients whose updates are far above NORM."""
     federation = SyntheticFederation(8, input=(6,), classes=3, groups=2, samples=12, seed=0)
     model = lambda: nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))

@@ -26,12 +26,12 @@ def experiment(**sections) -> Experiment:
     common = {
         "rounds": 4,
         "methods": [{"ifca": {"num_clusters": 2}}],
-        "data": {"shift": {"kind": "rotated"}, "partition": {"clients": 12}},
+        "data": {"shift": {"kind": "rotated"}, "partition": {"clients": 12, "samples": 30}},
         "model": "mlp",
         "cohort": {"fraction": 0.5, "sampling": "poisson"},
         "privacy": {"noise_multiplier": Z, "noise": "reproducible"},
         "tracking": {"enabled": False},
-        "runtime": {"engine": "sequential", "checkpoint_every": 1},
+        "runtime": {"engine": "manual", "checkpoint_every": 1},
     }
     return Experiment(**common | sections)
 

@@ -2,12 +2,14 @@
 
 import io
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
+from commands import call
 from scipy.stats import ttest_rel
 
 import cfl_ray
@@ -25,7 +27,7 @@ from cfl_ray.results.comparison import (
     values_of,
 )
 from cfl_ray.results.results import MethodResult
-from cfl_ray.results.significance import pairs_in_words
+from cfl_ray.results.significance import holm, pairs_in_words
 from cfl_ray.tracking import RoundRecord
 
 
@@ -50,6 +52,23 @@ def runs(tmp_path_factory):
         cfl_ray.simulate(experiment, folder / f"run-{number}")
         found.append(folder / f"run-{number}")
     return found
+
+
+def test_methods_that_are_not_finished_are_named(runs, tmp_path, capsys):
+    copied = tmp_path / "runs" / "cut"
+    shutil.copytree(runs[1], copied)
+    (copied / "local" / "end.json").unlink()
+    log = copied / "local" / "metrics.jsonl"
+    log.write_text(log.read_text().splitlines()[0] + "\n")
+    expected = f"Not finished, so compared after fewer rounds: local of {copied} (round 1)."
+    for options in ((), ("--format", "latex"), ("--format", "html")):
+        status, printed, _ = call(capsys, "table", runs[0], copied, "--metric", "accuracy", "--trust", *options)
+        assert status == 0 and expected in printed
+    _, printed, error = call(capsys, "table", runs[0], copied, "--trust", "--format", "csv")
+    assert expected not in printed and expected in " ".join(error.split())
+    assert "Not finished" not in call(capsys, "table", *runs[:2])[1]
+    message = f"{tmp_path}/runs is a folder above 1 run; name one of them, such as {copied}"
+    assert message in " ".join(call(capsys, "table", tmp_path / "runs")[2].split())
 
 
 def test_mean_spread_and_p_over_the_seeds(runs):
@@ -201,6 +220,19 @@ def test_a_method_with_fewer_seeds_keeps_no_other_one_from_the_test():
     frame = table_of(found_of(one=[0.95], low=low, high=high), ["accuracy"])
     assert frame["p"].isna().tolist() == [True, False, True]
     assert frame["p"][1] == pytest.approx(ttest_rel(low, high).pvalue)
+
+
+def test_methods_are_tested_against_a_named_one():
+    """The best method, high, is tested, too; an experiment without the named method has no test."""
+    low, middle, high = [0.1, 0.2, 0.4], [0.3, 0.1, 0.5], [0.6, 0.9, 0.7]
+    found = found_of(low=low, middle=middle, high=high) | {("f", "low"): {0: {"accuracy": 0.5}}}
+    frame = table_of(found, ["accuracy"], against="middle")
+    expected = [ttest_rel(low, middle).pvalue, np.nan, ttest_rel(high, middle).pvalue, np.nan]
+    assert frame["p"].tolist() == pytest.approx(expected, nan_ok=True) and frame["effect"][2] > 0
+    corrected = table_of(found, ["accuracy"], correction="holm", against="middle")
+    assert corrected["p"][:3].tolist() == pytest.approx(holm(expected[:3]), nan_ok=True)
+    with pytest.raises(ConfigError, match="no run is of the method 'midle'.*did you mean 'middle'"):
+        table_of(found, ["accuracy"], against="midle")
 
 
 @pytest.mark.filterwarnings("error")

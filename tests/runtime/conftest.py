@@ -36,6 +36,18 @@ def cluster():
     end_cluster()
 
 
+@pytest.hookimpl(trylast=True)  # after the fixtures of the module
+def pytest_runtest_teardown(item, nextitem):
+    """The cluster ends with the last file that uses it: an idle one takes a thirtieth of a core, for minutes."""
+    if nextitem is None or nextitem.path == item.path or "ray" not in sys.modules:
+        return
+    later = item.session.items[item.session.items.index(nextitem) :]
+    if not any("cluster" in other.fixturenames for other in later if isinstance(other, pytest.Function)):
+        from cfl_ray.runtime.on_ray.connect import end_cluster
+
+        end_cluster()
+
+
 @pytest.fixture(scope="module")
 def two_hosts(cluster):
     """Returns a function: Setup -> RayBackend over two hosts, with the server in this process."""

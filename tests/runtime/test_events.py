@@ -69,7 +69,7 @@ def test_every_method_goes_through_its_phases_and_reports_how_its_clusters_came(
     methods = [{name: OPTIONS.get(name, {})} for name in REGISTRY]
     joins, watcher = [{"round": 2, "join": [1, 3, 5, 7]}], notes()
     results = simulate(
-        planted(methods=methods, rounds=4, data={"synthetic_samples": 60}, schedule=joins), watcher=watcher
+        planted(methods=methods, rounds=4, data={"synthetic_samples": 20}, schedule=joins), watcher=watcher
     )
     assert watcher.lines.count("joined: clients 1, 3, 5, 7") == len(methods)
     for name, cls in REGISTRY.items():
