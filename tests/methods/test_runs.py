@@ -122,8 +122,9 @@ def assert_figures_agree(found, expected) -> None:
 def test_engines_agree(name, local, run_of_methods):
     """Metrics that depend on every parameter to 1e-4; accuracies to 2 of 1000 test images; clusters exactly.
 
-    These methods catch each of eleven mutants of the vectorised engine: without momentum, sample weights, proximal terms,
-    moving anchors, frozen outputs, own losses or steps, moved tensors, with weight on padding, others' anchors or losses.
+    These methods catch each of eleven mutants of the vectorised engine: without momentum, sample weights, proximal
+    terms, moving anchors, frozen outputs, own losses or steps, moved tensors; with weight on padding, and with the
+    anchor of another client or the loss of another step.
     """
     expected, expected_moves = run_of_methods("sequential", local)[name]
     found, moves = run_of_methods(local.partition(",")[0], local)[name]
