@@ -118,10 +118,20 @@ def test_clients_that_the_chosen_engine_did_not_train_are_recorded_with_the_reas
     monkeypatch.setitem(ENGINES, "manual", refuses)
     run_dir, made = tmp_path / "run", experiment(runtime={"engine": "manual"}, methods=["fedavg", "ditto"])
     simulate_until(2, made, run_dir)
-    fallback = ["manual gives way to sequential for some clients: an odd client"]
+    fallback = ["manual gives way to sequential for some or all clients: an odd client"]
     assert json.loads((run_dir / ENVIRONMENT).read_text())["fallbacks"] == {"fedavg": fallback}
     watcher = notes()
     resume(run_dir, watcher, on_ray=False)
     kept = json.loads((run_dir / ENVIRONMENT).read_text())
     assert kept["engine"] == "manual" and kept["fallbacks"] == {"fedavg": fallback, "ditto": fallback}
     assert watcher.warnings == []
+
+
+def test_simulate_tells_once_per_method_that_the_configured_engine_trained_none(experiment, caplog):
+    """On a CPU, 4 clients are 4 chunks: the vectorised engine is left without a vmap batch."""
+    few = {"data": {"partition": {"clients": 5}}, "cohort": {"fraction": 0.8}}
+    made = experiment(runtime={"engine": "vectorised", "device": "cpu"}, rounds=2, methods=["fedavg"], **few)
+    simulate(made)
+    told = [text for record in caplog.records if "gives way to" in (text := record.getMessage())]
+    assert len(told) == 1
+    assert told[0].startswith("fedavg: vectorised gives way to sequential for some or all clients: clients of a chunk")
