@@ -17,7 +17,13 @@ from cfl_ray.methods import REGISTRY
 PACKAGE = Path(cfl_ray.__file__).parent
 ROOT = Path(__file__).parents[1]
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
-TREES = {name: ast.parse(path.read_text()) for name, path in SOURCES.items()}
+
+
+@functools.cache
+def parsed() -> dict[str, ast.Module]:
+    return {name: ast.parse(path.read_text()) for name, path in SOURCES.items()}
+
+
 METHOD_FILES = [name for name in SOURCES if name.startswith("methods/") and not name.endswith("__init__.py")]
 
 ALLOWED = {  # package -> packages of ours that its modules may import, beside their own
@@ -93,7 +99,7 @@ def ours(tree: ast.AST) -> set[str]:
 
 def modules() -> dict[str, ast.AST]:
     """Trees by dotted module name: the package, jobs and benchmarks."""
-    trees = {f"cfl_ray/{name}": tree for name, tree in TREES.items()}
+    trees = {f"cfl_ray/{name}": tree for name, tree in parsed().items()}
     for path in (path for folder in ("jobs", "benchmarks") for path in (ROOT / folder).rglob("*.py")):
         trees[path.relative_to(ROOT).as_posix()] = ast.parse(path.read_text())
     return {name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): tree for name, tree in trees.items()}
@@ -107,12 +113,12 @@ def test_the_walk_sees_the_package():
         "runtime/on_ray/ray_backend.py",
         "methods/stocfl.py",
     } <= SOURCES.keys()
-    assert "core" in ours(TREES["methods/fedavg.py"]) and "data" in ours(TREES["engine/worker.py"])
-    assert any(name.split(".")[0] == "ray" for name in imports(TREES["runtime/on_ray/ray_backend.py"]))
+    assert "core" in ours(parsed()["methods/fedavg.py"]) and "data" in ours(parsed()["engine/worker.py"])
+    assert any(name.split(".")[0] == "ray" for name in imports(parsed()["runtime/on_ray/ray_backend.py"]))
 
 
 def test_layers():
-    for name, tree in TREES.items():
+    for name, tree in parsed().items():
         if "/" in name:
             assert ours(tree) <= ALLOWED[top(name)] | {top(name)}, f"{name} imports {ours(tree)}"
     assert {top(name) for name in SOURCES if "/" in name} == ALLOWED.keys()
@@ -121,7 +127,7 @@ def test_layers():
 def test_no_package_circles():
     """Whole packages do not import each other either, also for type checkers and inside functions."""
     uses: dict[str, set[str]] = defaultdict(set)
-    for name, tree in TREES.items():
+    for name, tree in parsed().items():
         if "/" in name:
             uses[top(name)] |= ours(tree) - {top(name)}
     assert "lifecycle" in uses["study"] and "results" in uses["runtime"]
@@ -148,15 +154,17 @@ def test_no_import_circles():
 
 def test_only_one_place_knows():
     for package, place in FOREIGN.items():
-        users = {name for name, tree in TREES.items() if any(found.split(".")[0] == package for found in imports(tree))}
+        users = {
+            name for name, tree in parsed().items() if any(found.split(".")[0] == package for found in imports(tree))
+        }
         assert users, f"nothing imports {package}: remove the rule"
         assert all(name.startswith(place) for name in users), (package, users)
 
 
 def test_only_one_place_knows_tensorboard():
-    users = {name for name, tree in TREES.items() if "torch.utils.tensorboard" in imports(tree)}
+    users = {name for name, tree in parsed().items() if "torch.utils.tensorboard" in imports(tree)}
     assert users == {"tracking/trackers.py"}
-    assert not any(found.split(".")[0] == "tensorboard" for tree in TREES.values() for found in imports(tree))
+    assert not any(found.split(".")[0] == "tensorboard" for tree in parsed().values() for found in imports(tree))
 
 
 PRIVATE_OF_RAY = re.compile(r"\bray([./]\w+)*[./](_(?!_)\w+|core\b)|\b(setup|default)_worker\.py\b")
@@ -205,7 +213,7 @@ def test_only_one_module_uses_private_names_of_ray():
 
 
 def test_tracking_and_reports_need_neither_torch_nor_ray():
-    for name, tree in TREES.items():
+    for name, tree in parsed().items():
         if top(name) in ("tracking", "report") and name != "tracking/trackers.py":
             assert not {found.split(".")[0] for found in imports(tree)} & {"torch", "ray"}, name
 
@@ -222,7 +230,7 @@ def test_nothing_is_pickled_or_loaded_from_a_pickle():
 
     What Ray serialises on its way is Ray's affair.
     """
-    for name, tree in TREES.items():
+    for name, tree in parsed().items():
         loaded = {found.split(".")[0] for found in imports(tree)}
         assert not loaded & {"pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}, name
         attributes = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
@@ -234,7 +242,7 @@ def test_nothing_draws_from_a_global_generator():
     """Only generators made for an address draw; code of users gets global ones that are seeded for it."""
     drawing = {"seed", "rand", "randn", "randint", "random", "choice", "shuffle", "permutation", "normal", "uniform"}
     torch_drawing = {"rand", "randn", "randint", "randperm", "bernoulli", "normal"}
-    for name, tree in TREES.items():
+    for name, tree in parsed().items():
         if name == "core/global_generators.py":
             continue
         assert "random" not in imports(tree), name
@@ -250,7 +258,7 @@ def test_nothing_draws_from_a_global_generator():
 
 def test_one_class_name_means_one_thing():
     places = defaultdict(list)
-    for name, tree in TREES.items():
+    for name, tree in parsed().items():
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(name)
@@ -274,7 +282,7 @@ def test_words():
     """Plain technical English: clients and users are named, not spoken of as persons."""
     wrong = re.compile(r"\b(nobody|everybody|somebody|anybody)\b", re.I)
     opening = re.compile(r"^(What|Who)\b")
-    for name, tree in TREES.items():
+    for name, tree in parsed().items():
         assert not wrong.search(SOURCES[name].read_text()), f"{name}: {wrong.search(SOURCES[name].read_text())[0]}"
         for node in ast.walk(tree):
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and (text := ast.get_docstring(node)):
@@ -286,7 +294,7 @@ class TestMethodFiles:
 
     def test_registers_one_method_named_like_the_file(self):
         for name in METHOD_FILES:
-            classes = [node for node in TREES[name].body if isinstance(node, ast.ClassDef)]
+            classes = [node for node in parsed()[name].body if isinstance(node, ast.ClassDef)]
             registered = [keyword.value.value for node in classes for keyword in node.keywords if keyword.arg == "name"]
             assert registered == [Path(name).stem]
             assert REGISTRY[registered[0]].__module__ == f"cfl_ray.methods.{Path(name).stem}"
@@ -295,7 +303,7 @@ class TestMethodFiles:
     def test_opens_with_its_source_and_its_deviations(self):
         source = r"arXiv:\d{4}\.\d{4,5}|doi:10\.\d{4,}/|https://doi\.org/10\.\d{4,}/|https://papers\.nips\.cc/|https://proceedings\.mlr\.press/|https://openaccess\.thecvf\.com/"
         for name in METHOD_FILES:
-            text = ast.get_docstring(TREES[name])
+            text = ast.get_docstring(parsed()[name])
             cited = re.search(source, text) or "there is no paper" in text
             assert cited, f"{name} cites no arXiv number, DOI or proceedings, and does not say that there is no paper"
             deviations = re.search(r"^Deviations: (.+)", text, re.M)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cfl_ray.cli.console import out, say
+from cfl_ray.cli.console import out, say, warn
 from cfl_ray.cli.inputs import STDOUT, Code, RunDir, Trust, may_import
 from cfl_ray.errors import ConfigError, command
 
@@ -142,7 +142,7 @@ def table(
     --classes and --confusion print tables of classes instead, of runs with evaluation.confusion: true.
     """
     from cfl_ray.results.class_tables import accuracy_tables, confusion_tables, recorded_classes
-    from cfl_ray.results.comparison import collected, of_best_trials, rounds_in_words
+    from cfl_ray.results.comparison import collected, of_best_trials, rounds_in_words, unfinished_in_words
     from cfl_ray.run_directory import RunDirectory
 
     metrics = metric or []
@@ -171,16 +171,19 @@ def table(
         run_metrics, scores, tried = of_best_trials(run_dirs[0], run_metrics, scores)
     of_trials = [f"{name}: {values}" for (_, name), values in tried.items()]
     best = "" if of_round == "last" else rounds_in_words(run_metrics)
+    unfinished = unfinished_in_words(scores.results)
+    if unfinished and (classes or confusion or style == "csv"):
+        warn(unfinished)
     if classes or confusion:
         tables = accuracy_tables if classes else confusion_tables
         print(tables(recorded_classes(scores.results, of_round), style))
     elif style == "latex":
         from cfl_ray.results.latex_table import latex_table
 
-        print("".join(f"% {line}\n" for line in of_trials), end="")
+        print("".join(f"% {line}\n" for line in [*of_trials, *filter(None, [unfinished])]), end="")
         print(latex_table(run_metrics, metrics, test, correction, scores, p_values, bool(best)))
     else:
-        notes = [f"Of {best}."] if best else []
+        notes = [*filter(None, [f"Of {best}." if best else "", unfinished])]
         notes += ["The best trial of each method: " + "; ".join(of_trials)] if of_trials else []
         _print_table(run_metrics, scores, metrics, style, test, correction, against, notes)
 

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from cfl_ray.errors import ConfigError, did_you_mean
 from cfl_ray.nn.plain import plain
-from cfl_ray.plugins.calling import place_of
+from cfl_ray.plugins.calling import check_names, place_of
 
 INPUT_NAMES = ("input_shape", "in_shape", "shape")  # a factory's parameter of this name gets the shape of a sample
 CLASS_NAMES = ("num_classes", "n_classes", "classes", "num_outputs")  # these get the number of classes
@@ -57,9 +57,11 @@ class ModelRecipe:
     def _arguments(self) -> tuple[list[Any], dict[str, Any]]:
         """Positional and named arguments of the factory. Raises ConfigError if a parameter gets no value."""
         try:
-            parameters = list(inspect.signature(self.factory).parameters.values())
+            signature = inspect.signature(self.factory)
         except (TypeError, ValueError):  # a function written in C has no signature
             return [], dict(self.options)
+        check_names("model", self.factory, signature, self.options)
+        parameters = list(signature.parameters.values())
         names = [parameter.name for parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY]
         named, left = dict(self.options), []
         for value, known in ((self.input_shape, INPUT_NAMES), (self.num_classes, CLASS_NAMES)):

@@ -4,7 +4,7 @@ import inspect
 import re
 import sysconfig
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, get_origin
@@ -194,13 +194,7 @@ def check_options(
         return
     parameters = signature.parameters.values()
     taken = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][: len(arguments)]
-    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    names = [name for name in named if name not in taken]
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        for name in options:
-            if name not in names:
-                known = did_you_mean(name, names) if names else "; it has none"
-                raise ConfigError(f"{kind} {place_of(part)} has no option {name!r}{known}")
+    check_names(kind, part, signature, options, taken)
     try:
         signature.bind(*arguments, **options)
     except TypeError as error:
@@ -209,6 +203,25 @@ def check_options(
 
 
 # ---- ready for use
+
+
+def check_names(
+    kind: str,
+    part: Callable[..., Any],
+    signature: inspect.Signature,
+    options: Iterable[str],
+    taken: Collection[str] = (),
+) -> None:
+    """Raises ConfigError for an option that a part with this signature does not have; taken: names that are none."""
+    parameters = signature.parameters.values()
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    names = [name for name in named if name not in taken]
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    for name in options:
+        if name not in names:
+            known = did_you_mean(name, names) if names else "; it has none"
+            raise ConfigError(f"{kind} {place_of(part)} has no option {name!r}{known}")
 
 
 def with_options(part: Any, options: Mapping[str, Any], kind: str, arguments: Sequence[str] = ()) -> Any:

@@ -249,6 +249,17 @@ def rounds_in_words(run_metrics: RunMetrics) -> str:
     return f"the best round of each run, whose models are kept (round {least}{f' to {most}' * (most > least)})"
 
 
+def unfinished_in_words(results: RunResults) -> str:
+    """The methods of runs that are not finished, each with its last round, as a sentence; empty if all are."""
+    unfinished = [
+        f"{label} of {result.directory.parent} (round {result.records[-1].round})"
+        for (_, label), seeds in results.items()
+        for result in seeds.values()
+        if result.directory is not None and result.records and not is_finished(result.directory)
+    ]
+    return f"Not finished, so compared after fewer rounds: {', '.join(unfinished)}." if unfinished else ""
+
+
 def metrics_of(run_metrics: RunMetrics) -> list[str]:
     """Names of all metrics of the runs, each once."""
     return list(dict.fromkeys(name for seeds in run_metrics.values() for values in seeds.values() for name in values))

@@ -227,6 +227,12 @@ class RunDirectory:
             raise ConfigError(
                 f"a run is starting in {self.path}; ask again in a moment, or end it with Ctrl-C or SIGTERM"
             )
+        below = sorted(file.parent.name for file in self.path.glob(f"*/{self.config.name}"))
+        if below:
+            raise ConfigError(
+                f"{self.path} is a folder above {len(below)} run{'s' * (len(below) > 1)}; name one of them, such as "
+                f"{self.path / below[-1]}"
+            )
         raise ConfigError(f"{self.path} holds no run: there is no {self.config}")
 
     def _format(self) -> int:

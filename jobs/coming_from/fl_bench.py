@@ -221,8 +221,8 @@ HEAD = f"""## Measured beside FL-bench
 are, on {IMAGES:,} images of MNIST that its `dirichlet` divides among {CLIENTS} clients (alpha 0.1). Multilayer
 perceptron with {HIDDEN} hidden neurons, {ROUNDS} rounds of {FRACTION:.0%} of the clients (its default: 10 %), tests
 after each {EVERY}th; otherwise its defaults: E = {EPOCHS}, B = {BATCH}, lr {LR}. Three seeds, in both codes from the
-same first weights and with the same cohorts; the order of samples differs. Ours: `protocol: fl_bench`, with the same
-samples. Columns as above.
+same first weights and with the same cohorts, so noise is that of the differences by seed; the order of samples differs.
+Ours: `protocol: fl_bench`, with the same samples. Columns as above.
 """
 
 
@@ -254,7 +254,9 @@ def section(checkout: Path) -> str:
             runs[own] = found["best"][-1]
         return runs[key], runs[own]
 
-    return "\n".join([HEAD, *table(*side_by_side("FL-bench", ROWS, SEEDS, scores)), *facts(checkout, clients)])
+    return "\n".join(
+        [HEAD, *table(*side_by_side("FL-bench", ROWS, SEEDS, scores, paired=True)), *facts(checkout, clients)]
+    )
 
 
 def facts(checkout: Path, clients: Sequence[Client]) -> list[str]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
+import scipy.stats
 
 from cfl_ray import Experiment, federation_from_arrays, simulate
 
@@ -71,22 +72,27 @@ def labels(client: Client) -> tuple[np.ndarray, np.ndarray]:
     return client.y, client.y_test
 
 
-def compared(theirs: Sequence[float], ours: Sequence[float]) -> list[str]:
+def compared(theirs: Sequence[float], ours: Sequence[float], paired: bool = False) -> list[str]:
     """Cells: both means and standard deviations over seeds, their difference, and whether it is within seed noise.
 
-    Noise: t of 0.975 for 2 (n - 1) degrees of freedom, times the standard error of the difference; at least 0.002.
+    Noise: half the width of the 95 % interval of the difference, by Student's t; at least 0.002. paired: of the
+    differences by seed, for runs whose seeds draw the same for both.
     """
     pair = [np.array(scores) for scores in (theirs, ours)]
     n, difference = len(theirs), pair[1].mean() - pair[0].mean()
-    error = np.sqrt(sum(scores.var(ddof=1) for scores in pair) / n)
-    t = {3: 2.776, 2: 4.303}[n]
-    agrees = "yes" if abs(difference) <= max(t * error, 0.002) else "no"
+    spread = (pair[1] - pair[0]).var(ddof=1) if paired else sum(scores.var(ddof=1) for scores in pair)
+    noise = scipy.stats.t.ppf(0.975, (n - 1) * (1 if paired else 2)) * np.sqrt(spread / n)
+    agrees = "yes" if abs(difference) <= max(noise, 0.002) else "no"
     means = [f"{scores.mean():.4f} ± {scores.std(ddof=1):.4f}" for scores in pair]
-    return [*means, f"{difference:+.4f}", f"{t * error:.4f}", agrees]
+    return [*means, f"{difference:+.4f}", f"{noise:.4f}", agrees]
 
 
 def side_by_side(
-    library: str, rows: Sequence[Row], seeds: Sequence[int], scores: Callable[[Row, int], tuple[float, float]]
+    library: str,
+    rows: Sequence[Row],
+    seeds: Sequence[int],
+    scores: Callable[[Row, int], tuple[float, float]],
+    paired: bool = False,
 ) -> list[list[str]]:
     """The rows of a table with the `label` of each row and `compared`; printed as they are found.
 
@@ -95,6 +101,6 @@ def side_by_side(
     found = [["method", library, "ours", "difference", "noise", "agree"]]
     for row in rows:
         theirs, ours_ = zip(*(scores(row, seed) for seed in seeds), strict=True)
-        found.append([row.label, *compared(theirs, ours_)])
+        found.append([row.label, *compared(theirs, ours_, paired)])
         print(found[-1], flush=True)
     return found

@@ -12,13 +12,15 @@ from jobs.coming_from import fl_bench, fl_bench_mended, measured, pfllib, rules
 
 
 def test_a_difference_is_compared_with_the_noise_of_the_seeds():
-    """t(0.975, 4) sqrt((s1^2 + s2^2) / 3); differences up to 0.002 agree without any noise."""
+    """t(0.975, 4) sqrt((s1^2 + s2^2) / 3); of pairs t(0.975, 2) s / sqrt(3); up to 0.002 agrees without any noise."""
     theirs, ours = [0.5, 0.6, 0.7], [0.55, 0.65, 0.75]
     cells = measured.compared(theirs, ours)
-    assert cells == ["0.6000 ± 0.1000", "0.6500 ± 0.1000", "+0.0500", f"{2.776 * np.sqrt(0.02 / 3):.4f}", "yes"]
+    assert cells == ["0.6000 ± 0.1000", "0.6500 ± 0.1000", "+0.0500", f"{2.77645 * np.sqrt(0.02 / 3):.4f}", "yes"]
     assert (
         measured.compared([0.5] * 3, [0.501] * 3)[-1] == "yes" and measured.compared([0.5] * 3, [0.51] * 3)[-1] == "no"
     )
+    cells = measured.compared(theirs, [0.55, 0.65, 0.72], paired=True)  # differences 0.05, 0.05, 0.02
+    assert cells[2:] == ["+0.0400", f"{4.30265 * 0.03 / 3:.4f}", "yes"]
 
 
 def test_scores_of_a_row_stand_side_by_side(capsys):
@@ -47,7 +49,7 @@ def test_our_runs_use_the_samples_and_the_rules():
     assert np.allclose(found["accuracy"] * 15, np.round(found["accuracy"] * 15))  # a share of all 15 test samples
 
 
-@pytest.mark.parametrize("rows", [pfllib.ROWS, fl_bench.ROWS], ids=["pfllib", "fl_bench"])
+@pytest.mark.parametrize("rows", [(*pfllib.ROWS, *pfllib.FEDPAC), fl_bench.ROWS], ids=["pfllib", "fl_bench"])
 def test_the_methods_of_the_tables_exist(rows):
     for row in rows:
         (method,) = resolve([row.ours]).values()

@@ -91,12 +91,8 @@ def test_a_factory_from_a_file(tmp_path):
     "name, options, shape, message",
     [
         ("lenet", {}, MNIST, r"unknown model 'lenet' \(did you mean 'lenet5'\?\)"),
-        (
-            "mlp",
-            {"hiden": 5},
-            MNIST,
-            r"built with \(hiden=5, input_shape=\(1, 28, 28\), num_classes=10\): .*unexpected keyword argument 'hiden'",
-        ),
+        ("mlp", {"hiden": 5}, MNIST, r"model mlp has no option 'hiden' \(did you mean 'hidden'\?\)"),
+        (lambda: nn.Linear(784, 10), {"wide": 5}, MNIST, r"test_models.py, .* has no option 'wide'; it has none"),
         ("mlp", {"hidden": -5}, MNIST, r"model mlp cannot be built with \(hidden=-5, .*\): RuntimeError"),
         ("mlp", {"hidden": "many"}, MNIST, r"model mlp cannot be built with \(hidden='many', .*\): TypeError"),
         ("lenet5", {}, (1, 8, 8), r"model lenet5 does not take samples of shape \(1, 8, 8\)"),

@@ -2,12 +2,14 @@
 
 import io
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
+from commands import call
 from scipy.stats import ttest_rel
 
 import cfl_ray
@@ -50,6 +52,23 @@ def runs(tmp_path_factory):
         cfl_ray.simulate(experiment, folder / f"run-{number}")
         found.append(folder / f"run-{number}")
     return found
+
+
+def test_methods_that_are_not_finished_are_named(runs, tmp_path, capsys):
+    copied = tmp_path / "runs" / "cut"
+    shutil.copytree(runs[1], copied)
+    (copied / "local" / "end.json").unlink()
+    log = copied / "local" / "metrics.jsonl"
+    log.write_text(log.read_text().splitlines()[0] + "\n")
+    expected = f"Not finished, so compared after fewer rounds: local of {copied} (round 1)."
+    for options in ((), ("--format", "latex"), ("--format", "html")):
+        status, printed, _ = call(capsys, "table", runs[0], copied, "--metric", "accuracy", "--trust", *options)
+        assert status == 0 and expected in printed
+    _, printed, error = call(capsys, "table", runs[0], copied, "--trust", "--format", "csv")
+    assert expected not in printed and expected in " ".join(error.split())
+    assert "Not finished" not in call(capsys, "table", *runs[:2])[1]
+    message = f"{tmp_path}/runs is a folder above 1 run; name one of them, such as {copied}"
+    assert message in " ".join(call(capsys, "table", tmp_path / "runs")[2].split())
 
 
 def test_mean_spread_and_p_over_the_seeds(runs):

@@ -247,7 +247,7 @@ class TestSavedIsLoaded:
                 )
             saver.save(round, trained, **state)
             told[round] = ({name: value.clone() for name, value in state.items()}, dict(owns))
-            for kept in reopened(saver).rounds():
+            for kept in reopened(saver).rounds() if round % 3 == 0 else ():  # three rounds are kept: each is read once
                 found = reopened(saver)._load(kept, ())
                 tensors, owned = told[kept]
                 assert found.tensors.keys() == tensors.keys()
