@@ -47,7 +47,7 @@ class Interpolated(ClientProgram):
     weight_decay: float
     adaptive: ClassVar = False
     kept_model: ClassVar = "v"
-    moves: ClassVar = ("v",)
+    moves: ClassVar[tuple[str, ...]] = ("v",)
 
     def keeps(self, spec: ParamSpec) -> Mapping[str, Tensor]:
         return {"alpha": torch.tensor([self.alpha])} if self.adaptive else {}
