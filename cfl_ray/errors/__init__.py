@@ -89,6 +89,11 @@ def shown(value: object) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """A number with its noun, in the plural unless it is 1. plural: if it is not the noun with an s."""
+    return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
+
+
 def duration(seconds: float) -> str:
     """Seconds as text: 45 s, 12 min, 3.5 h."""
     if seconds < 120:

@@ -18,7 +18,7 @@ from typing import Any
 from filelock import Timeout
 
 from cfl_ray.config import TrackingConfig
-from cfl_ray.errors import DataError, UserError, command
+from cfl_ray.errors import DataError, UserError, command, counted
 from cfl_ray.errors.redaction import redact
 from cfl_ray.run_directory import RUNS_OF_STUDY, RunDirectory
 from cfl_ray.security.credentials import hides, with_credentials
@@ -286,7 +286,7 @@ def deliver_earlier_results(
         return []
     delivered = deliver_pending(output, resolve_uri(tracking, output), warn=warn)
     return [
-        f"Delivered {rounds} rounds of {run_dir} to MLflow, which was out of reach before."
+        f"Delivered {counted(rounds, 'round')} of {run_dir} to MLflow, which was out of reach before."
         for run_dir, rounds in delivered.items()
     ]
 

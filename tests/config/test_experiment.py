@@ -206,7 +206,7 @@ schedule: [{round: 1, change: [{clients: [1], swap: [2, 2]}]}]
 schedule: [{round: 1, change: [{clients: [1], rotate: 45}]}]
     ^schedule.0.change.0: rotate must be a multiple of 90 degrees, got 45
 schedule: [{round: 1, change: [{clients: 1-3, data_of: 5}]}]
-    ^schedule.0.change.0: data_of names 1 clients for 3; give one for each
+    ^schedule.0.change.0: data_of names 1 client for 3; give one for each
 schedule: [{round: 3}]
     ^schedule.0: nothing happens before round 3; give it join, leave or change
 schedule: [{round: 3, change: [{clients: 1, back_to: 3}]}]

@@ -489,7 +489,7 @@ class TestImageFolder:
         (folder / "train" / "clients.csv").write_text("\n".join(["file,client", *lines, "cat/9.png,x"]))
         images = self.read(folder, train_files="train")
         assert images.client.tolist() == ["007", "7", "1e3", "1000", "true", "True"]
-        assert "clients.csv names 1 files that are not read, e.g. cat/9.png" in images.warnings[0]
+        assert "clients.csv names 1 file that is not read, e.g. cat/9.png" in images.warnings[0]
 
 
 class TestDenseLabels:
