@@ -110,12 +110,16 @@ def _unwritable(output: Path) -> list[str]:
     return [f"output: {output} cannot be written: {there} is not a folder in which you can make files"]
 
 
+def _summary_of(experiment: Experiment) -> FederationSummary:
+    return data.describe(experiment.data, experiment.seed, experiment.targets, experiment.protocol)
+
+
 def estimate(experiment: Experiment, summary: FederationSummary | None = None) -> Estimate:
     """Returns the estimate of an experiment. Raises ConfigError or DataError for an experiment that a run refuses.
 
     summary: the sizes of its federation, if they are known.
     """
-    summary = summary or data.describe(experiment.data, experiment.seed, experiment.targets)
+    summary = summary or _summary_of(experiment)
     setup = setup_on(experiment, _stand_in(summary, experiment.seed))
     check_machine(setup)
     online, network = len(population_of(experiment, summary.clients).online), setup.network()
@@ -186,9 +190,9 @@ def estimate_study(runs: Sequence[StudyRun]) -> list[tuple[StudyRun, Estimate]]:
         if run.seed != runs[0].seed:
             continue
         try:
-            key = json.dumps([experiment.data.model_dump(mode="json"), experiment.targets])
+            key = json.dumps([experiment.data.model_dump(mode="json"), experiment.targets, experiment.protocol])
             if key not in known:
-                known[key] = data.describe(experiment.data, experiment.seed, experiment.targets)
+                known[key] = _summary_of(experiment)
             estimates.append((run, estimate(experiment, known[key])))
         except ConfigError as error:
             raise type(error)(f"{run.name}: {error}") from error

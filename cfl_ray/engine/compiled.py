@@ -29,7 +29,7 @@ from cfl_ray.engine import rule
 from cfl_ray.engine.engine import Engine
 from cfl_ray.engine.local_steps import LocalBatches, RowGradient, train_row
 from cfl_ray.engine.task import TrainingResult, TrainingTask, lacking
-from cfl_ray.errors import DataError, counted, first_line
+from cfl_ray.errors import DataError, first_line
 from cfl_ray.nn.network import Network
 from cfl_ray.nn.recording import NotRecordable, RecordedCounts, RecordedFunction, record
 
@@ -94,7 +94,7 @@ def why_not(network: Network, tasks: Sequence[TrainingTask]) -> str | None:
         if batch is None:
             return "a batch has all samples of a client, and so another size for each client"
         if 2 * len(task.y) < batch:
-            return f"a client has {counted(len(task.y), 'sample')}, less than half of a batch of {batch}"
+            return f"a client has fewer samples than half of a batch of {batch}"  # one note, whatever the sizes
         for recorded in recordings_of(network, task):
             if isinstance(recorded, str):
                 return recorded

@@ -361,7 +361,7 @@ def run_info(runs: Sequence[FoundRun], methods: Mapping[str, Sequence[MethodRun]
 
     apart = ("data.shift.", "data.partition.", "data.test.", "data.root", "data.download", "data.shards", "data.source")
     scored = [len(run.scores.get("client", ())) for of_method in methods.values() for run in of_method]
-    clients = max([*scored, len(groups), experiment.data.partition.clients or 0])
+    clients = max([*scored, len(groups), experiment.data.known_clients or 0])
     true_groups = f", {counted(len(groups.sizes), 'true group')}" if groups else ""
     recorded = _recorded(first.directory)
     seeds = sorted({run.experiment.seed for run in runs})

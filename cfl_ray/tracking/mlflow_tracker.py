@@ -292,7 +292,11 @@ def deliver_earlier_results(
 
 
 def _not_sent(uri: str, run_dirs: list[Path], output: Path) -> str:
-    runs = f"{run_dirs[0]} names" if len(run_dirs) == 1 else f"{run_dirs[0]} and {len(run_dirs) - 1} more runs name"
+    runs = (
+        f"{run_dirs[0]} names"
+        if len(run_dirs) == 1
+        else f"{run_dirs[0]} and {counted(len(run_dirs) - 1, 'more run')} name"
+    )
     to_send = command("check", f"tracking.uri={uri}", f"output={output}")
     return (
         f"{runs} MLflow at {uri}, where nothing is sent: neither the experiment nor MLFLOW_TRACKING_URI names it, and "

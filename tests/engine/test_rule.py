@@ -228,9 +228,8 @@ def test_an_engine_that_trains_some_clients_is_not_refused():
     """`compiled` needs half a batch: clients with less are trained sequentially, and only all of them are a reason."""
     network, local = Network(mlp(), (36,)), LocalSGD(batch_size=16)
     assert why_not("compiled", network, uneven([3, 9, 20], (36,)), local) is None
-    wanted = "a client has 5 samples, less than half of a batch of 16"
+    wanted = "a client has fewer samples than half of a batch of 16"
     assert why_not("compiled", network, uneven([1, 3, 5], (36,)), local) == wanted
-    assert "a client has 1 sample, less" in why_not("compiled", network, uneven([1, 1], (36,)), local)
 
 
 def test_an_engine_that_is_not_the_best_is_not_tried(monkeypatch):

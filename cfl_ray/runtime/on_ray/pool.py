@@ -388,7 +388,7 @@ class Pool:
         self.hosts.remove(host)
         if not self.hosts and not node_lost:
             raise RunError(f"the last client host {why}")
-        self.fault(f"host {host.number} {why}; going on with {len(self.hosts)} hosts")
+        self.fault(f"host {host.number} {why}; going on with {counted(len(self.hosts), 'host')}")
 
     def fault(self, line: str) -> None:
         """Records a fault as a note for the user and as the last fault."""
