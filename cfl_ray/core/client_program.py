@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from numbers import Integral
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from cfl_ray.core.describing import ClientData
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.errors import RunError
-from cfl_ray.plugins.calling import call_plugin, described, place_of
+from cfl_ray.plugins.calling import call_plugin, described, no_dataclass, place_of
 
 Held = dict[str, Tensor]  # by name: models and numbers of one client
 
@@ -115,6 +115,11 @@ class ClientProgram:
     )
 
     trace: int = field(default=0, kw_only=True)
+
+    def __new__(cls, *options: Any, **named: Any) -> Self:
+        if refusal := no_dataclass(cls):  # here, since the dataclass of its base refuses its options with other words
+            raise TypeError(refusal)
+        return super().__new__(cls)
 
     def keeps(self, spec: ParamSpec) -> Mapping[str, Tensor]:
         """Numbers that the client keeps between rounds beside the columns of its `ClientState`, with first values."""

@@ -47,4 +47,6 @@ class Engine:
     # Steps with which it is tried before it is chosen, because it may fail on operations of a network, such as those
     # that vmap does not support, or on a machine; 0: it does not fail
     tried_steps: int = 0
+    # reason, a line, why `train` leaves a client without others to the sequential engine; empty: it does not
+    not_alone: str = ""
     chunk_size: Callable[[int], int] = partial(limited_size, chunks=128, most=8)  # clients of a chunk, for a cohort

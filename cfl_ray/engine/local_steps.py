@@ -20,7 +20,7 @@ from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Proximal
 from cfl_ray.engine.failure import may_be_machine
 from cfl_ray.engine.task import BatchIndex, TrainingResult, TrainingTask
-from cfl_ray.errors import RunError, UserError, text_of
+from cfl_ray.errors import RunError, UserError, did_you_mean, text_of
 from cfl_ray.nn.network import Network
 from cfl_ray.nn.splitmix import keys_on, split_each
 from cfl_ray.plugins.calling import described, failure_of, place_of
@@ -181,9 +181,17 @@ def without_gradient(program: ClientProgram) -> RunError:
     return RunError(f"{place_of(program)}: step did not call gradient(w, b), whose loss is the loss of the step")
 
 
+def check_moves(program: ClientProgram, held: Mapping[str, Tensor]) -> None:
+    """Raises RunError if `moves` has a name that clients do not hold after their steps."""
+    if missing := next((name for name in program.moves if name not in held), None):
+        hint = did_you_mean(missing, held) if held else "; they hold nothing"
+        raise RunError(f"{place_of(program)}: moves has {missing!r}, which clients do not hold{hint}")
+
+
 def moved_by_steps(network: Network, task: TrainingTask, held: Held, row_P: Tensor) -> dict[str, Tensor]:
     """The held tensors that the steps of a program move, after them; models with the buffers of `row_P`."""
-    moved = {name: held[name] for name in task.program.moves if name in held}
+    check_moves(task.program, held)
+    moved = {name: held[name] for name in task.program.moves}
     buffers = row_P[network.spec.trained :]
     return {
         name: torch.cat([values, buffers]) if name in task.held.models else values for name, values in moved.items()
@@ -218,8 +226,18 @@ def _returned(program: ClientProgram, hook: str, device: torch.device, *argument
     except Exception as error:
         if may_be_machine(error) or (isinstance(error, RuntimeError) and device.type != "cpu"):
             raise
-        alone = "; set one_by_one = True if it cannot be computed under vmap" if "vmap" in text_of(error) else ""
-        raise RunError(f"client program {failure_of(program, error, f' in {hook}')}{alone}") from error
+        hint = "; set one_by_one = True if it cannot be computed under vmap" if "vmap" in text_of(error) else ""
+        if hook == "step" and "must match" in text_of(error):
+            hint = _shapes_hint(*arguments)
+        raise RunError(f"client program {failure_of(program, error, f' in {hook}')}{hint}") from error
+
+
+def _shapes_hint(gradient: Gradient, w: Tensor, held: Held, number: Any) -> str:
+    """What to do about shapes that differ in `step`, if the clients of a vmap batch hold single numbers."""
+    name = next((name for name, value in held.items() if w.ndim > 1 and value.shape == w.shape[:1]), None)
+    if name is None:
+        return ""
+    return f"; a number of each of the m clients trained at once has the shape (m,): write held[{name!r}][..., None]"
 
 
 def direction(program: ClientProgram, gradient: Gradient, w: Tensor, held: Held, number: Any) -> Tensor:

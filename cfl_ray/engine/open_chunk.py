@@ -41,6 +41,7 @@ class Trainer:
 
     network: Network
     engine: str
+    configured: bool = False  # the user named the engine
     fallbacks: set[str] = field(default_factory=set)  # reasons why clients were trained sequentially, each a line
 
     def __call__(self, task: TrainingTask) -> TrainingResult:
@@ -49,7 +50,12 @@ class Trainer:
 
     def fall_back(self, reason: str) -> None:
         """Records why clients are trained sequentially."""
-        self.fallbacks.add(f"{self.engine} gives way to {SEQUENTIAL} for some clients: {reason}")
+        self.fallbacks.add(f"{self.engine} gives way to {SEQUENTIAL} for some or all clients: {reason}")
+
+    def trained_alone(self) -> None:
+        """Records that a client was trained without others, if the engine that the user named trains none so."""
+        if self.configured and (reason := ENGINES[self.engine].not_alone):
+            self.fall_back(reason)
 
     def _train(self, task: TrainingTask) -> TrainingResult:
         engine = ENGINES[self.engine]

@@ -17,7 +17,7 @@ from cfl_ray.engine.failure import naming_client
 from cfl_ray.engine.open_chunk import OpenChunk
 from cfl_ray.engine.samples import Samples
 from cfl_ray.engine.task import HeldByClient, TrainingResult, TrainingTask
-from cfl_ray.errors import RunError
+from cfl_ray.errors import RunError, did_you_mean
 from cfl_ray.plugins.calling import call_plugin, described, place_of
 
 
@@ -97,6 +97,7 @@ def numbers_in(held: Held, program: ClientProgram, hook: str) -> Held:
 def finished(chunk: OpenChunk[Train], index: int, task: TrainingTask, result: TrainingResult) -> Held:
     """The tensors that the client holds after the program's `finish`, on the CPU, models as whole rows."""
     held = on_cpu(task.held) | {name: value.cpu() for name, value in result.moved.items()}
+    before = set(held)
     if task.program.overrides("finish"):
         with naming_client(task.client, "finishing its program"):
             view = view_of(chunk, index, (task.x, task.y))
@@ -104,7 +105,9 @@ def finished(chunk: OpenChunk[Train], index: int, task: TrainingTask, result: Tr
             call_plugin("finish", task.program.finish, view, received_P, row_P, held, where=" of a client program")
     spec = chunk.network.spec
     kept = {name: first.numel() for name, first in first_numbers(task.program, spec).items()}
-    for declared in (kept, lengths(task.program, "uploads", spec), lengths(task.program, "reports", spec)):
+    declarations = kept, lengths(task.program, "uploads", spec), lengths(task.program, "reports", spec)
+    _check_names(task.program, held, before.union(*declarations))
+    for declared in declarations:
         held |= _checked(task.program, held, declared)
     return held
 
@@ -141,6 +144,16 @@ def view_of(chunk: OpenChunk[Train] | OpenChunk[Weigh], index: int, samples: Sam
     return ClientView(
         chunk.client(index), *samples, chunk.network, work.address, work.local, chunk.train_one, steps=steps
     )
+
+
+def _check_names(program: ClientProgram, held: Mapping[str, Any], known: set[str]) -> None:
+    """Raises RunError for a name that is new after `finish`: no later hook could read its value."""
+    if unknown := next((name for name in held if name not in known), None):
+        hint = did_you_mean(unknown, known) if known else "; they name nothing"
+        raise RunError(
+            f"{place_of(program)}: after finish, held has {unknown!r}, which keeps, uploads, reports and given do not "
+            f"name, so that its value would be lost{hint}"
+        )
 
 
 def _checked(program: ClientProgram, held: Mapping[str, Any], declared: Mapping[str, int]) -> Held:

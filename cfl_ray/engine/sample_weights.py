@@ -98,9 +98,15 @@ def _weighed(
                 f"{place_of(program)}: weigh returned {described(weight_nK)}, expected a weight of each of "
                 f"{len(loss_nK)} samples for each of {loss_nK.shape[1]} models: shape {tuple(loss_nK.shape)}"
             )
+    weight_nK = weight_nK.detach().float().cpu()
+    if weight_nK.isfinite().all() and (least := float(weight_nK.min())) < 0:
+        raise RunError(
+            f"{place_of(program)}: weigh returned the weight {least:.4g} for a sample of client {view.client}; weights "
+            "must be finite and at least 0 (clamp(min=0) removes negative ones of rounding)"
+        )
     numbers = programs.numbers_in({name: held[name] for name in held.keys() - before.models.keys()}, program, "weigh")
     changed = {name: value for name, value in numbers.items() if not _same(value, before.numbers.get(name))}
-    return WeighedSamples(weight_nK.detach().float().cpu(), changed)
+    return WeighedSamples(weight_nK, changed)
 
 
 def _same(value: Tensor, other: Tensor | None) -> bool:

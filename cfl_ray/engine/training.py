@@ -217,6 +217,8 @@ def _trained_together(
         for result in first.engine.train(first.network, _tasks_of(parts, places)):
             chunk, index = places[result.index]
             yield chunk, replace(result, index=index)
+        if len(places) == 1:
+            places[0][0].train_one.trained_alone()
 
 
 def _tasks_of(

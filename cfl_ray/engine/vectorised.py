@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from cfl_ray.core.client_program import Need
 from cfl_ray.engine import rule, sequential
 from cfl_ray.engine.engine import Engine
-from cfl_ray.engine.local_steps import moved_by_steps
+from cfl_ray.engine.local_steps import check_moves, moved_by_steps
 from cfl_ray.engine.step_graphs import graphs_of
 from cfl_ray.engine.task import TrainingResult, TrainingTask, lacking
 from cfl_ray.engine.vmap_batches import in_batches
@@ -96,6 +96,7 @@ def train_batch(network: Network, tasks: Sequence[TrainingTask]) -> list[Trainin
     """
     steps = VmapSteps(network, tasks)
     graphs_of(network).take_all(steps)
+    check_moves(steps.program, steps.held)
     rows_mP, velocity_mP = steps.rows_mP, steps.velocity_mP
     anchor_mP = next((moved for term in steps.proximal if (moved := term.moved(rows_mP)) is not None), None)
     largest = _largest(rows_mP, network.spec.trained)
@@ -109,7 +110,7 @@ def train_batch(network: Network, tasks: Sequence[TrainingTask]) -> list[Trainin
         anchor_P = None if anchor_mP is None else anchor_mP[index]
         velocity = velocity_mP[index] if velocity_mP is not None and task.local.persist else None
         row_P, names = rows_mP[index], task.program.moves
-        held = {name: steps.held[name][index].to(rows_mP.device) for name in names if name in steps.held}
+        held = {name: steps.held[name][index].to(rows_mP.device) for name in names}
         changed = moved_by_steps(network, task, held, row_P)
         trace = traces[index][: task.steps]
         results.append(TrainingResult(index, row_P, losses[index], anchor_P, velocity, changed, trace, largest[index]))
@@ -125,4 +126,12 @@ def _largest(rows_mP: Tensor, trained: int) -> list[tuple[float, float]]:
     return [(weights, buffers) for weights, buffers in torch.stack(bounds, 1).tolist()]
 
 
-ENGINE = Engine(why_not, train, rule.vectorised, together=True, tried_steps=1, chunk_size=chunk_size)
+ENGINE = Engine(
+    why_not,
+    train,
+    rule.vectorised,
+    together=True,
+    tried_steps=1,
+    chunk_size=chunk_size,
+    not_alone="clients of a chunk of their own are no vmap batch (on a CPU, all clients of rounds of at most 4)",
+)

@@ -50,6 +50,7 @@ class Worker:
     federation: Federation
     engine: str = SEQUENTIAL
     attack: Attack = Attack()
+    configured: bool = False  # the user named the engine, so that all that it leaves to the sequential one is reported
 
     def __post_init__(self) -> None:
         self.samples, self._sampled = SampleCache(self.network.memory), self.federation
@@ -79,7 +80,8 @@ class Worker:
             yield ChunkResult(index_m, arrays, chunk.excluded, fallbacks=fallbacks), chunk.kept
 
     def _open(self, work: Work, row: RowLookup, device_row: DeviceRows, stored: Stored) -> OpenChunk[Any]:
-        data, train_one = self.federation.at(work.address.round), Trainer(self.network, self.engine)
+        data = self.federation.at(work.address.round)
+        train_one = Trainer(self.network, self.engine, self.configured)
         if work.replay is not None:
             rounds_of = dict(zip(work.ids_M.tolist(), work.replay.rounds_M, strict=True))
             data = ReplayedFederation(self.federation, work.address.round, rounds_of)

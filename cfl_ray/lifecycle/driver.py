@@ -62,7 +62,9 @@ class Watcher:
         """A method begins, or goes on after the round of `record`."""
 
     def round(self, label: str, record: RoundRecord) -> None:
-        """A round is complete."""
+        """A round is complete. `record.fallbacks` are those of this round that no earlier one had."""
+        for line in record.fallbacks:
+            self.warn(f"{label}: {line}")
 
     def complete(self, results: Results) -> None:
         """All rounds of all methods are complete."""

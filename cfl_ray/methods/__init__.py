@@ -2,14 +2,13 @@
 
 import dataclasses
 import importlib
-import inspect
 import pkgutil
 import re
 from typing import Any
 
 from cfl_ray.core.method import Method
 from cfl_ray.errors import ConfigError, did_you_mean
-from cfl_ray.plugins.calling import parse_choice
+from cfl_ray.plugins.calling import no_dataclass, parse_choice
 from cfl_ray.plugins.registry import Registry
 
 for _module in pkgutil.iter_modules(__path__):
@@ -77,10 +76,8 @@ def _require_name(cls: type[Method[Any]]) -> type[Method[Any]]:
 def _require_dataclasses(method: type[Method[Any]]) -> None:
     """Raises ConfigError if the class or its state declares fields, but is no dataclass: they would not be fields."""
     for cls in (method, method.state_type):
-        if (names := inspect.get_annotations(cls)) and "__dataclass_fields__" not in vars(cls):
-            raise ConfigError(
-                f"{cls.__name__} declares {next(iter(names))}, but is no dataclass; write @dataclass(frozen=True) above"
-            )
+        if refusal := no_dataclass(cls):
+            raise ConfigError(refusal)
 
 
 def construct(cls: type[Method[Any]], options: dict[str, Any]) -> Method[Any]:

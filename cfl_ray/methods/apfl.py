@@ -40,14 +40,14 @@ from cfl_ray.core.state import State
 
 @dataclass(frozen=True)
 class Interpolated(ClientProgram):
-    """The gradient of w_i. v_i, and alpha_i if it is adapted, take their steps in place."""
+    """The gradient of w_i. v_i takes its steps in place."""
 
-    alpha: float  # the first one, if it is adapted
-    adaptive: bool
+    alpha: float
     lr: float
     weight_decay: float
+    adaptive: ClassVar = False
     kept_model: ClassVar = "v"
-    moves: ClassVar = ("v", "alpha")
+    moves: ClassVar[tuple[str, ...]] = ("v",)
 
     def keeps(self, spec: ParamSpec) -> Mapping[str, Tensor]:
         return {"alpha": torch.tensor([self.alpha])} if self.adaptive else {}
@@ -60,6 +60,13 @@ class Interpolated(ClientProgram):
             held["alpha"].sub_(self.lr * ((v - w) * at_mixture).sum(-1, keepdim=True)).clamp_(0, 1)
         v.sub_(self.lr * (alpha * at_mixture + self.weight_decay * v))
         return direction
+
+
+class Adapted(Interpolated):
+    """As `Interpolated`; alpha_i, at first `alpha`, takes its steps in place too."""
+
+    adaptive: ClassVar = True
+    moves: ClassVar = ("v", "alpha")
 
 
 @dataclass(frozen=True)
@@ -88,7 +95,7 @@ class APFL(OneModel, name="apfl"):
 
     def round(self, state: State, clients: Clients, rng: Draws) -> State:
         w, sgd = clients.send(state.models_KP), replace(clients.local, momentum=0.0)
-        program = Interpolated(self.alpha, self.adaptive, sgd.lr, sgd.weight_decay)
+        program = (Adapted if self.adaptive else Interpolated)(self.alpha, sgd.lr, sgd.weight_decay)
         updates = clients.train(
             w,
             client_state=self.kept(clients.spec),

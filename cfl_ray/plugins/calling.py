@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, get_origin
 
 from cfl_ray.errors import ConfigError, RunError, UserError, class_and_text, did_you_mean
 
@@ -127,6 +127,22 @@ def _installed_in(folder: Path) -> frozenset[str]:
     """Relative paths of the files of packages that are installed into a folder, which may also have the user's."""
     records = (record.read_text(errors="replace") for record in folder.glob("*.dist-info/RECORD"))
     return frozenset(line.partition(",")[0] for record in records for line in record.splitlines())
+
+
+def no_dataclass(cls: type) -> str:
+    """Why the fields that a class declares are none: it is no dataclass. Empty if there is no such field."""
+    if "__dataclass_fields__" in vars(cls):
+        return ""
+    declared = [name for name, kind in inspect.get_annotations(cls).items() if not _is_of_class(kind)]
+    if not declared:
+        return ""
+    return f"{cls.__name__} declares {declared[0]}, but is no dataclass; write @dataclass(frozen=True) above"
+
+
+def _is_of_class(annotation: Any) -> bool:
+    if isinstance(annotation, str):
+        return annotation.partition("[")[0].rpartition(".")[2] == "ClassVar"
+    return annotation is ClassVar or get_origin(annotation) is ClassVar
 
 
 # ---- in configs

@@ -119,14 +119,14 @@ class TrainedMethod:
     recipe: ModelRecipe
     spec: ParamSpec
     constants: Mapping[str, Tensor]  # the network's frozen parameters and saved buffers outside the row, by name
-    steps: CheckedMethod
+    checked_method: CheckedMethod
     clients_of: Callable[[np.ndarray], Clients]  # these clients, as in the evaluation of the last round
     online: np.ndarray  # ids of the clients online
     backend: InProcessBackend  # with the state of the clients
 
     def serve(self, ids: np.ndarray) -> Serving:
         """The models that these clients predict with."""
-        return self.steps.serve(self.state, self.clients_of(ids))
+        return self.checked_method.serve(self.state, self.clients_of(ids))
 
     @property
     def num_clusters(self) -> int:
@@ -326,7 +326,7 @@ class TrainedMethod:
 
     def _served(self) -> tuple[np.ndarray, list[str]]:
         """The cluster whose model each client predicts with, int64 (N,), -1 for none, and the reasons."""
-        count, method = self.federation.num_clients, self.steps.method
+        count, method = self.federation.num_clients, self.checked_method.method
         served_N, why_N = np.full(count, -1), ["it is not in the federation now"] * count
         serving = self.serve(self.online)
         for client, row in zip(self.online.tolist(), np.asarray(serving.row_M).tolist(), strict=True):
@@ -441,11 +441,11 @@ class _Joined:
     """A copy of a trained method that a newcomer has joined by `Method.join`."""
 
     def __init__(self, trained: TrainedMethod, samples: TensorSamples):
-        self.trained, self.samples, self.steps = trained, samples, trained.steps
+        self.trained, self.samples, self.checked_method = trained, samples, trained.checked_method
         federation, worker = _WithNewcomer(trained.present(), samples), trained.backend.worker
         self.client = federation.num_clients - 1
         self.backend = InProcessBackend(Worker(worker.network, federation, worker.engine))
-        step = self.steps.method.server_step
+        step = self.checked_method.method.server_step
         evaluated = replace(
             trained.clients_of(np.zeros(1, np.int64)),
             ids_M=np.array([self.client]),
@@ -456,8 +456,8 @@ class _Joined:
             server_moments=None if step is None else ServerMoments(step),
         )
         self.clients = replace(evaluated, evaluated=False, choice_samples=None)
-        self.state = self.steps.join(trained.state.grown(federation.num_clients), self.clients)
-        self.serving: Serving = self.steps.serve(self.state, evaluated)
+        self.state = self.checked_method.join(trained.state.grown(federation.num_clients), self.clients)
+        self.serving: Serving = self.checked_method.serve(self.state, evaluated)
 
     def row(self) -> Tensor:
         """The row (P,) of the client's model, with the columns that it keeps. Raises ConfigError if it has no model."""
@@ -479,7 +479,7 @@ class _Joined:
     @property
     def rule(self) -> str:
         """The method's reason for the client's model."""
-        method = self.steps.method
+        method = self.checked_method.method
         return method.placement if self.cluster >= 0 else method.without_cluster
 
     def newcomer(self, row_P: Tensor, why: str) -> Newcomer:
@@ -493,7 +493,7 @@ def place(trained: TrainedMethod, x: Tensor | np.ndarray, y: Tensor | np.ndarray
         if not len(inputs):
             raise DataError("no inputs are given, expected at least 1")
         return _without_labels(trained, inputs)
-    joined, method = _Joined(trained, _samples(trained, x, y)), trained.steps.method
+    joined, method = _Joined(trained, _samples(trained, x, y)), trained.checked_method.method
     serving = joined.serving
     if serving.weight_MK is not None:
         return Newcomer(-1, method.placement, trained.mixture(serving.models_KP, serving.weight_MK[0]))
@@ -511,7 +511,7 @@ def adapt(trained: TrainedMethod, x: Tensor | np.ndarray, y: Tensor | np.ndarray
     joined = _Joined(trained, _samples(trained, x, y))
     serving, local = joined.serving, joined.clients.local
     if serving.client_state is not None:
-        joined.steps.round(joined.state, joined.clients, Draws(joined.clients.seed, joined.clients.round))
+        joined.checked_method.round(joined.state, joined.clients, Draws(joined.clients.seed, joined.clients.round))
         return joined.newcomer(joined.row(), "its own columns, trained by a round of the method")
     row_P = trained.tuned(joined.client, joined.row(), serving.tune or local, joined.samples, serving.frozen_P)
     how = "the method's own training" if serving.tune is not None else "the local training of a round"
@@ -521,7 +521,7 @@ def adapt(trained: TrainedMethod, x: Tensor | np.ndarray, y: Tensor | np.ndarray
 
 def _without_labels(trained: TrainedMethod, x: Tensor) -> Newcomer:
     """The newcomer's model without labels: the model with the least mean entropy."""
-    serving, method, state = trained.serve(trained.online[:1]), trained.steps.method, trained.state
+    serving, method, state = trained.serve(trained.online[:1]), trained.checked_method.method, trained.state
     if serving.weight_MK is not None:
         weight_MK = trained.serve(trained.online).weight_MK
         assert weight_MK is not None

@@ -99,14 +99,14 @@ class RoundEvaluation(LoopPart):
         setup: Setup,
         label: str,
         network: Network,
-        steps: CheckedMethod,
+        checked_method: CheckedMethod,
         backend: Backend,
         membership: Membership,
         clients_of: Callable[[np.ndarray, int, RoundStats], Clients],
     ):
         experiment, self.task = setup.experiment, setup.task
         self.settings, self.seed, self.label = experiment.evaluation, experiment.seed, label
-        self.steps, self.clients_of, self.membership = steps, clients_of, membership
+        self.checked_method, self.clients_of, self.membership = checked_method, clients_of, membership
         self.evaluator = Evaluator(self.settings, setup.federation, backend, self.seed, self.task)
         # of the clients' data, on which models are measured
         self.parts = (TEST,) if setup.federation.validation is None else (TEST, VALIDATION)
@@ -195,7 +195,7 @@ class RoundEvaluation(LoopPart):
             choice_samples=self.settings.choice_samples,
             tester=lambda those, serving: self.evaluator.scores(serving, those),
         )
-        serving = self.steps.serve(state, clients)
+        serving = self.checked_method.serve(state, clients)
         counts = ClassCounts(state.assign_N) if self.settings.confusion else None
         tables = self.evaluator.scores_on(self.parts, serving, clients, counts)
         table_MV = tables[TEST]
@@ -207,12 +207,12 @@ class RoundEvaluation(LoopPart):
             stats.metrics |= of_validation(self._score_metrics(VALIDATION, tables[VALIDATION], clients))
             stats.metrics |= self._sizes_of_validation(clients)
         if self.settings.reported is not None:
-            protocol = self.settings.protocol_of(self.label, self.steps.method.name)
+            protocol = self.settings.protocol_of(self.label, self.checked_method.method.name)
             of_protocol = self.primary if protocol == "server" else f"{self.primary}_{protocol}"
             stats.metrics["reported"] = stats.metrics[of_protocol]
         if self.settings.past:
             diagnostics.take(stats, self._tests_on_past_data(stats, serving, clients))
-        self.steps.diagnose(state, clients)
+        self.checked_method.diagnose(state, clients)
         add_exclusions(stats, tests)
         mbit = 1e-6 / present.num_clients  # bits of all clients -> Mbit per client
         stats.metrics |= {

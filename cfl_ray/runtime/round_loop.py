@@ -65,12 +65,12 @@ class RoundLoop:
         rounds in memory, by number, of a run without files.
         """
         self.setup, self.experiment, self.label, self.network = setup, setup.experiment, label, network
-        self.steps = CheckedMethod(setup.methods[label], network.spec.size)
+        self.checked_method = CheckedMethod(setup.methods[label], network.spec.size)
         self.backend = ReusingBackend(backend, setup.federation, setup.attack.ids)
         requests = Requests.to(setup, label, store.directory if store else None, session)
         self.membership = Membership(setup, requests)
         self.evaluation = RoundEvaluation(
-            setup, label, network, self.steps, self.backend, self.membership, self.clients_of
+            setup, label, network, self.checked_method, self.backend, self.membership, self.clients_of
         )
         self.parts: list[LoopPart] = [*parts_of(setup, label, network.spec, self.membership, store), self.evaluation]
         self.checkpoints = SavedRounds(setup, label, network.spec.size, store, self.parts, remembered)
@@ -175,7 +175,7 @@ class RoundLoop:
             recipe=self.setup.recipe,
             spec=self.network.spec,
             constants=self.network.constants,
-            steps=self.steps,
+            checked_method=self.checked_method,
             clients_of=lambda ids: replace(
                 self.clients_of(ids, max(round, 1), RoundStats()),
                 evaluated=True,
@@ -198,7 +198,7 @@ class RoundLoop:
         notes: tuple[str, ...] = ()
         if found is None:
             num_clients = self.membership.federation.num_clients
-            self.state = self.steps.init(start_of(self.experiment, self.label, self.network, num_clients))
+            self.state = self.checked_method.init(start_of(self.experiment, self.label, self.network, num_clients))
             record = RoundRecord(0, {}, 0)
         else:
             checkpoint, self.state, record = found
@@ -225,7 +225,7 @@ class RoundLoop:
         change = self.membership.advance(round)
         if len(change.left):
             before_K, because = self.state.members_K, {"clients_left": len(change.left)}
-            self.state = self.steps.leave(self.state, change.left)
+            self.state = self.checked_method.leave(self.state, change.left)
             stats.events += births_and_deaths(round, before_K, self.state.members_K, because)
             self.backend.forget(change.left)
             for part in self.parts:
@@ -233,12 +233,12 @@ class RoundLoop:
             stats.notes.append(f"left: {clients_in_words(change.left)}")
             stats.metrics["clients_left"] = float(len(change.left))
         if len(change.joined):
-            self.state = self.steps.join(self.state, self.clients_of(change.joined, round, stats))
+            self.state = self.checked_method.join(self.state, self.clients_of(change.joined, round, stats))
             stats.notes.append(f"joined: {clients_in_words(change.joined)}")
             stats.metrics["clients_joined"] = float(len(change.joined))
         if len(change.data_changed):
             clients = self.clients_of(change.data_changed, round, stats).not_drawn()
-            self.state = self.steps.drift(self.state, clients)
+            self.state = self.checked_method.drift(self.state, clients)
             stats.notes.append(f"data changed: {clients_in_words(change.data_changed)}")
 
     def _cohort(self, stats: RoundStats) -> Cohort:
@@ -254,7 +254,7 @@ class RoundLoop:
             stats.notes.append(f"{cohort.why_empty}: a round without training")
             return self.state
         clients = self.clients_of(cohort.ids_M, stats.round, stats, cohort)
-        return self.steps.round(self.state, clients, Draws(self.experiment.seed, stats.round))
+        return self.checked_method.round(self.state, clients, Draws(self.experiment.seed, stats.round))
 
     def _end_evaluation(self, stats: RoundStats) -> None:
         """Ends the method with this evaluated round if a part says so."""
@@ -295,7 +295,7 @@ class RoundLoop:
 
         cohort: the cohort, if the clients are those that train; then each tests its model after training (P-local).
         """
-        experiment, present, method = self.experiment, self.membership.present, self.steps.method
+        experiment, present, method = self.experiment, self.membership.present, self.checked_method.method
         settings = experiment.evaluation
         clients = Clients(
             np.asarray(ids, np.int64),

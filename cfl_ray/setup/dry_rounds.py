@@ -165,8 +165,10 @@ def dry_rounds(
     to_last_phase: the first round of the method's last phase is the last one, unless it is round 1.
     """
     spec, shape = backend.spec, backend.shape
-    steps = CheckedMethod(method, spec.size)
-    state = steps.init(Start(num_clients, spec, lambda index: torch.zeros(spec.size), shape.input, shape.outputs))
+    checked_method = CheckedMethod(method, spec.size)
+    state = checked_method.init(
+        Start(num_clients, spec, lambda index: torch.zeros(spec.size), shape.input, shape.outputs)
+    )
     for round in range(1, rounds + 1):
         stats = RoundStats()
         clients = Clients(
@@ -181,19 +183,19 @@ def dry_rounds(
             reachable=lambda: (np.arange(num_clients), np.full(num_clients, size)),
             protection=Protection(private, secure),
         )
-        phase, state = state.phase, steps.round(state, clients, Draws(0, round))
+        phase, state = state.phase, checked_method.round(state, clients, Draws(0, round))
         yield state, stats
         if to_last_phase and round > 1 and not method.phases[phase]:
             break
     if private is not None or secure is not None or local.examples is not None:
         # a round after a change of data may read other uploads
-        steps.round(steps.drift(state, clients), clients, Draws(0, rounds))
+        checked_method.round(checked_method.drift(state, clients), clients, Draws(0, rounds))
     if latecomers:
         late = replace(clients, ids_M=np.array([num_clients - 1]), num_samples_M=np.array([size]))
-        absent = steps.leave(state, late.ids_M)
-        for before in (absent, steps.join(absent, late)):
-            steps.round(before, late, Draws(0, rounds))
-    steps.serve(state, replace(clients, evaluated=True, stats=RoundStats()))
+        absent = checked_method.leave(state, late.ids_M)
+        for before in (absent, checked_method.join(absent, late)):
+            checked_method.round(before, late, Draws(0, rounds))
+    checked_method.serve(state, replace(clients, evaluated=True, stats=RoundStats()))
 
 
 @dataclass(frozen=True)
@@ -283,8 +285,10 @@ def why_synchronous(method: Method[Any], spec: ParamSpec, local: LocalSGD, shape
     if method.only_synchronous:
         return method.only_synchronous
     count, models = 12, ChangingBackend(spec, shape)
-    steps, first_KP = CheckedMethod(method, spec.size), models.random(count, spec.size)
-    state = steps.init(Start(count, spec, lambda k: first_KP[k % count] + k // count, shape.input, shape.outputs))
+    checked_method, first_KP = CheckedMethod(method, spec.size), models.random(count, spec.size)
+    state = checked_method.init(
+        Start(count, spec, lambda k: first_KP[k % count] + k // count, shape.input, shape.outputs)
+    )
     versions, sizes = Versions(strict=True), np.ones(4, np.int64)
     left = 3
     for round in range(1, rounds + 1):
@@ -294,7 +298,7 @@ def why_synchronous(method: Method[Any], spec: ParamSpec, local: LocalSGD, shape
         received = Received(versions, dict.fromkeys(range(count), round - 2), round - 1)
         clients = Clients(ids, sizes, spec, local, models, seed=0, round=round, received=received)
         try:
-            after = steps.round(state, clients, Draws(0, round))
+            after = checked_method.round(state, clients, Draws(0, round))
         except NotAsynchronous as error:
             return str(error)
         versions.advance(round - 1, state, after, {round - 1})

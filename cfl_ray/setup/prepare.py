@@ -155,7 +155,7 @@ def shards_folder(experiment: Experiment) -> str:
     return experiment.data.shards or str(Path(experiment.output) / "shards")
 
 
-def local_training(settings: LocalConfig) -> LocalSGD:
+def local_sgd(settings: LocalConfig) -> LocalSGD:
     """The local training of these settings. Raises ConfigError for an optimiser or a schedule that cannot be used."""
     keys = settings.model_dump(exclude={"optimizer", "optimizer_options", "schedule", "step_schedule"})
     return LocalSGD(
@@ -184,8 +184,8 @@ def resolve_learning(
         for label, method in methods.items()
         if method.local
     }
-    local = local_training(experiment.local)
-    own = {label: local_training(section) for label, section in settings.items()}
+    local = local_sgd(experiment.local)
+    own = {label: local_sgd(section) for label, section in settings.items()}
     if experiment.privacy is not None and (examples := experiment.privacy.examples) is not None:
         noise = ExampleNoise(examples.noise_multiplier, examples.clip)
         local, own = replace(local, examples=noise), {k: replace(sgd, examples=noise) for k, sgd in own.items()}

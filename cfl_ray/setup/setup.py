@@ -112,7 +112,8 @@ class Setup:
 
     def worker(self, device: str = "cpu", engine: str = SEQUENTIAL) -> Worker:
         """A new worker for a process."""
-        return Worker(self.network(device), self.federation, engine, self.attack)
+        configured = self.experiment.runtime.engine != "auto"
+        return Worker(self.network(device), self.federation, engine, self.attack, configured)
 
     @property
     def warnings(self) -> list[str]:

@@ -70,15 +70,15 @@ STATES = [
 @pytest.mark.parametrize("found, message", STATES)
 @pytest.mark.parametrize("hook", ["init", "round", "leave"])
 def test_a_state_that_is_none(stage, hook, found, message):
-    steps = CheckedMethod(method(**{hook: found}), stage.network.spec.size)
+    checked_method = CheckedMethod(method(**{hook: found}), stage.network.spec.size)
     assert stage.network.spec.size == 68  # 16 x 4 + 4
     with pytest.raises(RunError, match=message) as error:
         if hook == "init":
-            steps.init(stage.start())
+            checked_method.init(stage.start())
         elif hook == "round":
-            steps.round(state(), stage.clients(), Draws(0, 1))
+            checked_method.round(state(), stage.clients(), Draws(0, 1))
         else:
-            steps.leave(state(), np.array([1]))
+            checked_method.leave(state(), np.array([1]))
     assert f"Given.{hook} (" in str(error.value) and "test_checked_method.py, line" in str(error.value)
 
 
@@ -97,9 +97,9 @@ def test_a_state_that_is_none(stage, hook, found, message):
     ],
 )
 def test_a_serving_that_is_none(stage, found, message):
-    steps = CheckedMethod(method(serve=found), stage.network.spec.size)
+    checked_method = CheckedMethod(method(serve=found), stage.network.spec.size)
     with pytest.raises(RunError, match=message) as error:
-        steps.serve(state(), stage.clients())
+        checked_method.serve(state(), stage.clients())
     assert "Given.serve (" in str(error.value) and "test_checked_method.py, line" in str(error.value)
 
 
@@ -118,10 +118,10 @@ def test_a_state_that_is_modified_in_place(stage, field):
 
 
 def test_right_results_pass_and_exceptions_note_the_authors_line(stage):
-    steps = CheckedMethod(method(), 68)
-    first = steps.init(stage.start())
-    assert steps.round(first, stage.clients(), Draws(0, 1)) is first
-    assert len(steps.serve(first, stage.clients()).row_M) == 6
+    checked_method = CheckedMethod(method(), 68)
+    first = checked_method.init(stage.start())
+    assert checked_method.round(first, stage.clients(), Draws(0, 1)) is first
+    assert len(checked_method.serve(first, stage.clients()).row_M) == 6
 
     @dataclass(frozen=True)
     class Wrong(type(method()), name="wrong"):
@@ -190,9 +190,9 @@ class TestPhases:
             self.method(init=state(phase="begin")).init(stage.start())
 
     def test_without_a_declaration_there_is_one_phase(self, stage):
-        steps = CheckedMethod(method(init=state(phase="cluster")), 68)
+        checked_method = CheckedMethod(method(init=state(phase="cluster")), 68)
         with pytest.raises(RunError, match=r"given declares the phases federate; .*phases = {'cluster': \(\)}"):
-            steps.init(stage.start())
+            checked_method.init(stage.start())
 
     @pytest.mark.parametrize(
         "declared", [{"cluster": "federate", "federate": ()}, {"cluster": ("federate",)}, ["cluster"]]
@@ -263,9 +263,9 @@ def test_the_losses_are_one_exchange(stage, monkeypatch):
 
 
 def test_diagnostics_that_are_returned_would_be_lost(stage):
-    steps = CheckedMethod(method(diagnose={"size": 1}), stage.network.spec.size)
+    checked_method = CheckedMethod(method(diagnose={"size": 1}), stage.network.spec.size)
     with pytest.raises(
         RunError, match=r"diagnose \(.*test_checked_method.py, line \d+\) returned dict.*clients.record"
     ):
-        steps.diagnose(state(), stage.clients())
+        checked_method.diagnose(state(), stage.clients())
     CheckedMethod(method(), stage.network.spec.size).diagnose(state(), stage.clients())

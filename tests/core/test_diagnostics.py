@@ -141,8 +141,11 @@ def test_an_error_has_the_line_of_the_author(clients):
         def serve(self, state, clients):
             raise AssertionError
 
-    steps, state = CheckedMethod(Wrong(), clients.spec.size), State(torch.zeros(1, 68), np.zeros(6, np.int32))
-    for step in (lambda: steps.round(state, clients, Draws(0, 1)), lambda: steps.diagnose(state, clients)):
+    checked_method, state = CheckedMethod(Wrong(), clients.spec.size), State(torch.zeros(1, 68), np.zeros(6, np.int32))
+    for step in (
+        lambda: checked_method.round(state, clients, Draws(0, 1)),
+        lambda: checked_method.diagnose(state, clients),
+    ):
         with pytest.raises(RunError, match="own: the diagnostic") as error:
             step()
         assert "test_diagnostics.py, line" in error.value.__notes__[0]

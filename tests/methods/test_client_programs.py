@@ -604,3 +604,86 @@ class TestTorchScript:
 
 def scripted(input_shape, output_shape):
     return torch.jit.script(nn.Sequential(nn.Flatten(), nn.Linear(int(np.prod(input_shape)), output_shape)))
+
+
+class TestSilentFaults:
+    """Mistakes in a program that would have no effect: each is refused with what to do."""
+
+    @dataclass(frozen=True)
+    class OtherName(ClientProgram):
+        def keeps(self, spec):
+            return {"c": torch.zeros(1)}
+
+        def begin(self, client, start_P, held):
+            held["scratch"] = torch.ones(1)  # between hooks any name is fine
+            return start_P
+
+        def finish(self, client, start_P, row_P, held):
+            held["c_i"] = held["c"] + held["scratch"]
+
+    @dataclass(frozen=True)
+    class MovesOther(ClientProgram):
+        moves = ("C",)
+
+        def step(self, gradient, w, held, number):
+            return gradient(w, 0) + held["c"][..., None]
+
+    @dataclass(frozen=True)
+    class Negative(ClientProgram):
+        def weigh(self, client, loss_nK, held):
+            return torch.full_like(loss_nK, -0.25)
+
+    @dataclass(frozen=True)
+    class WithoutAxis(ClientProgram):
+        def step(self, gradient, w, held, number):
+            return gradient(w, 0) * held["c"]
+
+    @pytest.mark.parametrize("engine", ENGINES)
+    @pytest.mark.parametrize(
+        "program, message",
+        [
+            (OtherName(), r"OtherName.*: after finish, held has 'c_i', which keeps, .* \(did you mean 'c'\?\)"),
+            (MovesOther(), r"MovesOther.*: moves has 'C', which clients do not hold; valid: c"),
+            (Negative(), r"Negative.*weigh returned the weight -0.25 for a sample of client 0; .* at least 0"),
+        ],
+    )
+    def test_are_refused(self, engine, program, message):
+        one = stage(engine)
+        clients = one.clients()
+        how = LocalTraining(program=program)
+        if not isinstance(program, self.OtherName):
+            how = replace(how, given={"c": np.zeros(len(SIZES), np.float32)})
+        with pytest.raises(RunError, match=message):
+            clients.train(clients.send(one.model()[None]), how=how, average=clients.weights())
+
+    def test_a_number_of_each_client_needs_an_axis(self):
+        one = stage("vectorised")
+        clients = one.clients()
+        how = LocalTraining(program=self.WithoutAxis(), given={"c": np.ones(len(SIZES), np.float32)})
+        with pytest.raises(RunError, match=r"must match.*shape \(m,\): write held\['c'\]\[..., None\]"):
+            clients.train(clients.send(one.model()[None]), how=how, average=clients.weights())
+
+    def test_a_program_with_fields_is_a_dataclass(self):
+        class Scaled(ClientProgram):
+            only_tensors: ClassVar = True
+            rate: float
+
+        class OnlyHooks(ClientProgram):
+            only_tensors: ClassVar = True
+
+        with pytest.raises(TypeError, match="Scaled declares rate, but is no dataclass; write @dataclass"):
+            Scaled(0.1)
+        assert OnlyHooks(trace=1).trace == 1
+
+
+@pytest.mark.parametrize("engine, configured", [("vectorised", True), ("vectorised", False), ("sequential", True)])
+def test_clients_that_a_vmap_batch_does_not_take_alone_are_told(engine, configured):
+    one = stage(engine)
+    one.backend.worker.configured = configured
+    clients = one.clients(np.array([0]))
+    clients.train(clients.send(one.model()[None]))
+    told = engine == "vectorised" and configured
+    assert len(clients.stats.fallbacks) == told
+    assert all(
+        "gives way to sequential for some or all clients: clients of a chunk" in x for x in clients.stats.fallbacks
+    )

@@ -49,11 +49,11 @@ def stage(engine: str = "sequential", **local) -> Stage:
 
 def play(one: Stage, method, *cohorts):
     """Rounds as a run plays them, with the option `norm`."""
-    steps = CheckedMethod(method, one.network.spec.size)
-    state = steps.init(one.start())
+    checked_method = CheckedMethod(method, one.network.spec.size)
+    state = checked_method.init(one.start())
     for number, ids in enumerate(cohorts, 1):
-        state = steps.round(state, one.clients(ids, number), Draws(0, number))
-    return steps, state
+        state = checked_method.round(state, one.clients(ids, number), Draws(0, number))
+    return checked_method, state
 
 
 def is_norm(name: str) -> bool:
@@ -103,7 +103,7 @@ def test_norm_layers_are_known_by_type():
 def test_rounds_are_those_of_plain_pytorch(method, engine):
     """Three rounds of full batches: all but the norm layers is averaged, and these stay, statistics included."""
     one = stage(engine)
-    steps, state = play(one, method, None, None, None)
+    checked_method, state = play(one, method, None, None, None)
     clients, shared = enacted(one, 3)
     spec = one.network.spec
     found = spec.tensors(state.models_KP[0])
@@ -115,7 +115,7 @@ def test_rounds_are_those_of_plain_pytorch(method, engine):
         expected_P = torch.cat([own[name].reshape(-1) for name in spec.names])
         assert close(one.client_states["norm", i], norms.of(expected_P), 2e-5)
     assert not close(one.client_states["norm", 0], one.client_states["norm", 1], 1e-2)
-    served = steps.serve(state, one.clients()).client_state
+    served = checked_method.serve(state, one.clients()).client_state
     assert (served.name, served.columns) == ("norm", norms)
 
 
@@ -139,8 +139,8 @@ def test_the_server_has_the_first_norm_layers_or_the_mean():
 def test_a_newcomer_has_the_statistics_of_its_own_inputs(newcomers):
     """Weights and biases of the server, running means of the features of its own data; nothing else is trained."""
     one, method = stage(), FedBN(newcomers=newcomers)
-    steps, state = play(one, method, [0, 1], [0, 1])
-    assert steps.join(state, one.clients([2], round=3)) is state
+    checked_method, state = play(one, method, [0, 1], [0, 1])
+    assert checked_method.join(state, one.clients([2], round=3)) is state
     spec, row_P = one.network.spec, state.models_KP[0].clone()
     spec.norms().put(row_P, one.client_states["norm", 2])
     own, server = spec.tensors(row_P), spec.tensors(state.models_KP[0])
@@ -156,9 +156,9 @@ def test_norms_stay_beside_the_columns_that_a_method_keeps():
     """Heads of FedPer with the norm layers in one state; Ditto's global model has norm layers of the client as well."""
     spec = stage().network.spec
     one = stage()
-    steps, state = play(one, FedPer(norm="local"), None, None)
+    checked_method, state = play(one, FedPer(norm="local"), None, None)
     kept = spec.head.joined(spec.norms())
-    assert steps.serve(state, one.clients()).client_state.columns == kept
+    assert checked_method.serve(state, one.clients()).client_state.columns == kept
     assert {name for name, _ in one.client_states} == {"head"} and len(one.client_states["head", 0]) == kept.count
     other = stage()
     play(other, Ditto(norm="local"), None, None)
@@ -187,7 +187,7 @@ def test_a_model_without_norm_layers_is_fedavg_and_said():
 def test_clients_compare_models_by_the_mean_norm_layers():
     """IFCA with `norm: local`: the server's models have the mean statistics of their clients, as without the option."""
     one = stage()
-    steps, state = play(one, IFCA(num_clusters=2, norm="local"), None, None)
+    checked_method, state = play(one, IFCA(num_clusters=2, norm="local"), None, None)
     used = np.unique(state.assign_N)
     assert not torch.equal(state.models_KP[used[0]], one.model(int(used[0])))
     assert (one.network.spec.tensors(state.models_KP[used])["bn1.running_mean"].abs().max(1).values > 1e-3).all()
@@ -243,8 +243,8 @@ def test_statistics_alone_can_stay(engine):
     one, spec = stage(engine), stage().network.spec
     statistics = [name for name in spec.names if is_norm(name) and "running" in name]
     method = FedAvg(norm="local_statistics", weights="uniform")
-    steps, state = play(one, method, None, None)
-    kept = steps.serve(state, one.clients()).client_state.columns
+    checked_method, state = play(one, method, None, None)
+    kept = checked_method.serve(state, one.clients()).client_state.columns
     assert kept.count == sum(spec.tensors(torch.zeros(spec.size))[name].numel() for name in statistics) == 2 * 2 * 3
     module, row_P = Residual(), one.model()
     clients = [row_P.clone() for _ in SIZES]

@@ -133,7 +133,7 @@ class TestDifferences:
         printed = capsys.readouterr().out
         assert "config: equal" in printed and "-    return outputs.std() * 1" in printed
         assert "fedavg: spread " in printed
-        with pytest.raises(ConfigError, match="holds no run"):
+        with pytest.raises(ConfigError, match="is a folder above 2 runs"):
             differences_of(tmp_path / "1", tmp_path)
 
     def test_pair_the_files_of_two_folders(self, tmp_path):

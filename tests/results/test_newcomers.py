@@ -52,7 +52,7 @@ def results():
 
 def rules_of(trained):
     """The rules of `place(x, y)`, `place(x)` and `adapt(x, y)` for a method, as text."""
-    serving, method = trained.serve(trained.online[:1]), trained.steps.method
+    serving, method = trained.serve(trained.online[:1]), trained.checked_method.method
     training = "round of the method, of which it keeps its own columns" if serving.client_state else "local training"
     adapted = "the method's own training" if serving.tune is not None else f"one {training}"
     if serving.weight_MK is not None:
@@ -185,7 +185,7 @@ def test_assignments_say_who_serves_whom_and_why(results):
     strangers = frame[frame["cluster"] < 0]
     assert (frame["served_by"] >= 0).all() and set(frame["why"]) <= {
         "it is a member",
-        results["ifca"].trained.steps.method.placement,
+        results["ifca"].trained.checked_method.method.placement,
     }
     assert "it is a member" not in set(strangers["why"])
     assert set(results["fedavg_plus"].assignments()["why"]) == {"all models vote"}

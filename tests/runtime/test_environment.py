@@ -11,9 +11,11 @@ from small_runs import simulate_until
 from cfl_ray import load_run, resume, simulate
 from cfl_ray.engine.choice import EngineChoice
 from cfl_ray.engine.engines import ENGINES
+from cfl_ray.lifecycle.driver import Watcher
 from cfl_ray.results.environment import Environment
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.system import cpu
+from cfl_ray.tracking import RoundRecord
 
 BY_RULE = "cfl_ray.setup.engine_choice.choice_of"
 ENVIRONMENT = RunDirectory.environment.name
@@ -118,10 +120,26 @@ def test_clients_that_the_chosen_engine_did_not_train_are_recorded_with_the_reas
     monkeypatch.setitem(ENGINES, "manual", refuses)
     run_dir, made = tmp_path / "run", experiment(runtime={"engine": "manual"}, methods=["fedavg", "ditto"])
     simulate_until(2, made, run_dir)
-    fallback = ["manual gives way to sequential for some clients: an odd client"]
+    fallback = ["manual gives way to sequential for some or all clients: an odd client"]
     assert json.loads((run_dir / ENVIRONMENT).read_text())["fallbacks"] == {"fedavg": fallback}
     watcher = notes()
     resume(run_dir, watcher, on_ray=False)
     kept = json.loads((run_dir / ENVIRONMENT).read_text())
     assert kept["engine"] == "manual" and kept["fallbacks"] == {"fedavg": fallback, "ditto": fallback}
     assert watcher.warnings == []
+
+
+def test_the_default_watcher_tells_the_reasons_of_a_round(caplog):
+    Watcher().round("fedavg", RoundRecord(1, {}, fallbacks=("manual gives way",)))
+    assert [record.getMessage() for record in caplog.records] == ["fedavg: manual gives way"]
+
+
+@pytest.mark.slow
+def test_simulate_tells_once_per_method_that_the_configured_engine_trained_none(experiment, caplog):
+    """On a CPU, 4 clients are 4 chunks: the vectorised engine is left without a vmap batch."""
+    few = {"data": {"partition": {"clients": 5}}, "cohort": {"fraction": 0.8}}
+    made = experiment(runtime={"engine": "vectorised", "device": "cpu"}, rounds=2, methods=["fedavg"], **few)
+    simulate(made)
+    told = [text for record in caplog.records if "gives way to" in (text := record.getMessage())]
+    assert len(told) == 1
+    assert told[0].startswith("fedavg: vectorised gives way to sequential for some or all clients: clients of a chunk")

@@ -347,7 +347,7 @@ def test_a_stop_within_a_round_is_carried_out(begin, tmp_path):
         raise RunStopped("stopped while it waited for client hosts, as asked")
 
     next(first.reports)
-    object.__setattr__(first.steps.method, "round", waiting)
+    object.__setattr__(first.checked_method.method, "round", waiting)
     with pytest.raises(RunStopped):
         next(first.reports)
     second, report = begin(tmp_path / "run", session="another")
@@ -375,7 +375,7 @@ def test_requests_during_a_round(begin, tmp_path):
             return
         promised.setdefault(client, []).append(int(answer.rpartition(" ")[2]))
 
-    train = loop.steps.method.round
+    train = loop.checked_method.method.round
 
     def round(*arguments):
         if len(threads) < 14:  # two requests for the same client
@@ -384,7 +384,7 @@ def test_requests_during_a_round(begin, tmp_path):
             [thread.start() for thread in threads[-2:]]
         return train(*arguments)
 
-    object.__setattr__(loop.steps.method, "round", round)
+    object.__setattr__(loop.checked_method.method, "round", round)
     online = [metrics["clients_online"] for _, metrics, _ in play(loop, until=12)]
     [thread.join() for thread in threads]
     assert sorted(promised) == [0, 1, 2, 3, 4, 5, 6] and all(len(rounds) == 1 for rounds in promised.values())
