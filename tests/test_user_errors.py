@@ -9,7 +9,7 @@ from small_runs import PLANTED, Reports, merged
 
 from cfl_ray import Experiment, federation_from_arrays, resume, run, simulate
 from cfl_ray.engine.failure import naming_client
-from cfl_ray.errors import Interrupted, RunError, UserError, class_and_text, notes_of
+from cfl_ray.errors import Interrupted, RunError, UserError, class_and_text, counted, notes_of
 from cfl_ray.plugins.calling import call_plugin
 from cfl_ray.tracking import read_records
 
@@ -412,3 +412,8 @@ def test_any_error_has_one_line(name):
         part()
     assert f"client 3 failed while training: {text}" in str(found.value)
     assert re.search(r"\(part, .*test_user_errors.py, line \d+\)", str(found.value))
+
+
+def test_a_number_has_its_noun_in_the_singular_or_plural():
+    assert [counted(number, "round") for number in (0, 1, 2)] == ["0 rounds", "1 round", "2 rounds"]
+    assert [counted(number, "class", "classes") for number in (1, 10)] == ["1 class", "10 classes"]

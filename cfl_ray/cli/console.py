@@ -15,8 +15,3 @@ def say(text: str, console: Console = out) -> None:
 def warn(text: str) -> None:
     """Prints a line to standard error."""
     say(text, err)
-
-
-def counted(number: int, noun: str) -> str:
-    """A number with its noun in the plural, if it is not 1."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from cfl_ray import data
-from cfl_ray.cli.console import counted, say
+from cfl_ray.cli.console import say
 from cfl_ray.cli.printed_tables import notes_on, number_table, print_table
 from cfl_ray.clock.virtual_time import Flights, VirtualTime
 from cfl_ray.config import Experiment
@@ -25,7 +25,7 @@ from cfl_ray.data import FederationSummary
 from cfl_ray.data.federation import Federation
 from cfl_ray.data.synthetic import SyntheticFederation
 from cfl_ray.engine.timing import time_engines
-from cfl_ray.errors import ConfigError
+from cfl_ray.errors import ConfigError, counted
 from cfl_ray.nn.network import Network
 from cfl_ray.nn.precision import products_in
 from cfl_ray.population.population import Population, count_of
@@ -110,12 +110,16 @@ def _unwritable(output: Path) -> list[str]:
     return [f"output: {output} cannot be written: {there} is not a folder in which you can make files"]
 
 
+def _summary_of(experiment: Experiment) -> FederationSummary:
+    return data.describe(experiment.data, experiment.seed, experiment.targets, experiment.protocol)
+
+
 def estimate(experiment: Experiment, summary: FederationSummary | None = None) -> Estimate:
     """Returns the estimate of an experiment. Raises ConfigError or DataError for an experiment that a run refuses.
 
     summary: the sizes of its federation, if they are known.
     """
-    summary = summary or data.describe(experiment.data, experiment.seed, experiment.targets)
+    summary = summary or _summary_of(experiment)
     setup = setup_on(experiment, _stand_in(summary, experiment.seed))
     check_machine(setup)
     online, network = len(population_of(experiment, summary.clients).online), setup.network()
@@ -186,9 +190,9 @@ def estimate_study(runs: Sequence[StudyRun]) -> list[tuple[StudyRun, Estimate]]:
         if run.seed != runs[0].seed:
             continue
         try:
-            key = json.dumps([experiment.data.model_dump(mode="json"), experiment.targets])
+            key = json.dumps([experiment.data.model_dump(mode="json"), experiment.targets, experiment.protocol])
             if key not in known:
-                known[key] = data.describe(experiment.data, experiment.seed, experiment.targets)
+                known[key] = _summary_of(experiment)
             estimates.append((run, estimate(experiment, known[key])))
         except ConfigError as error:
             raise type(error)(f"{run.name}: {error}") from error
@@ -316,7 +320,10 @@ def show_study(
     runs = len(estimates) * seeds
     if study.sweep is not None and study.learns:
         ends, trials = 2, study.sweep.trials or 0
-        say(f"shown: the ends of the ranges; {trials} trials, {runs // ends * trials} runs", console)
+        say(
+            f"shown: the ends of the ranges; {counted(trials, 'trial')}, {counted(runs // ends * trials, 'run')}",
+            console,
+        )
     else:
         say(f"{counted(runs, 'run')}: {len(estimates)} with each of {counted(seeds, 'seed')}", console)
     runtime = estimates[0][0].experiment.runtime
@@ -345,21 +352,22 @@ def _sizes_in_words(estimate: Estimate) -> list[str]:
     steps = estimate.setup.local.steps_of(np.array([median]))[0]
     frozen, constant = network.frozen.values(), network.spec.size - network.spec.sent()
     number, size = sum(p.numel() for p in frozen), sum(p.nbytes for p in frozen)
-    rounds = f"{estimate.setup.experiment.rounds} {_step_name(estimate)}s"
-    batches = f"about {steps} {'step' if steps == 1 else 'steps'} each"
+    groups = counted(federation.groups, "true group") if federation.groups else "unknown true groups"
+    rounds = counted(estimate.setup.experiment.rounds, _step_name(estimate))
+    batches = f"about {counted(int(steps), 'step')} each"
     if estimate.setup.local.batch_size is None:
         batches += ", with all samples of a client in one batch (local.batch_size: null)"
     return [
-        f"federation: {federation.clients} clients ({estimate.online} at the start), "
+        f"federation: {counted(federation.clients, 'client')} ({estimate.online} at the start), "
         f"{fewest} / {median:g} / {most} training samples (fewest / median / most), "
-        f"{federation.groups or 'unknown'} true groups, {federation.shape.targets_in_words}, "
+        f"{groups}, {federation.shape.targets_in_words}, "
         f"samples of {'x'.join(map(str, federation.shape.input))}",
         *filter(None, (federation.tested_on, federation.validated_on)),
         f"shards: {federation.bytes / 1e6:.1f} MB; "
         f"model: {network.spec.size:,} parameters, {estimate.model_bytes / 1e6:.2f} MB"
         + (f", {constant:,} of them statistics that training does not change and that are not sent" if constant else "")
         + (f", and {number:,} frozen, {size / 1e6:.2f} MB once per machine" if frozen else ""),
-        f"a {_step_name(estimate)}: {estimate.cohort} clients, {batches}; {rounds}",
+        f"a {_step_name(estimate)}: {counted(estimate.cohort, 'client')}, {batches}; {rounds}",
     ]
 
 

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from cfl_ray.cli.console import counted, say
-from cfl_ray.errors import command
+from cfl_ray.cli.console import say
+from cfl_ray.errors import command, counted
 
 Folder = Annotated[
     Path, typer.Argument(metavar="[FOLDER]", help="A run, a study, or a folder above them.", show_default=True)

@@ -15,7 +15,7 @@ from rich.text import Text
 from cfl_ray.cli.console import say
 from cfl_ray.config.section import as_yaml
 from cfl_ray.core.events import drawn, phase_meanings
-from cfl_ray.errors import duration
+from cfl_ray.errors import counted, duration
 from cfl_ray.errors.redaction import redact
 from cfl_ray.system.nested import leaves_of
 from cfl_ray.tracking.record import BEST_ROUND, primary_of, rejected_updates, validation_metric
@@ -292,7 +292,7 @@ def show_status(status: "RunStatus", console: Console) -> None:
         methods.append(f"{status.waiting} waiting")
     step = f"({status.step})" if status.step else None
     metrics = {name: _format(name, value) for name, value in status.metrics.items()}
-    nodes = "1 node" if status.nodes == 1 else f"{status.nodes} nodes"
+    nodes = None if status.nodes is None else counted(status.nodes, "node")
     left = "" if status.seconds_left is None else f", about {duration(status.seconds_left)} left for this method"
     age = "" if status.fault_age is None else f"{duration(status.fault_age)} ago: "
     rows = {

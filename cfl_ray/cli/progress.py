@@ -17,12 +17,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Column
 
 from cfl_ray.cli import printed_tables
-from cfl_ray.cli.console import counted, say
+from cfl_ray.cli.console import say
 from cfl_ray.cli.live_client import own_step
 from cfl_ray.config import Experiment
 from cfl_ray.config.section import as_yaml
 from cfl_ray.config.study import ALL_SETTINGS, short_names
-from cfl_ray.errors import ConfigError, Diverged, RunStopped, command, duration
+from cfl_ray.errors import ConfigError, Diverged, RunStopped, command, counted, duration
 from cfl_ray.lifecycle.driver import Watcher
 from cfl_ray.report.drawing import listed, tested_in_words
 from cfl_ray.results.comparison import by_experiment, column_of, mean_and_spread, rounds_in_words
@@ -166,11 +166,11 @@ class Display(Watcher):
             self.preparation = None
         self.labels, self.run_dir, self.experiment = list(setup.methods), run_dir, setup.experiment
         federation, network = setup.federation, setup.network()
-        groups = f", {federation.num_groups} true groups" if federation.num_groups else ""
+        groups = f", {counted(federation.num_groups, 'true group')}" if federation.num_groups else ""
         number = sum(tensor.numel() for tensor in network.frozen.values())
         frozen = f" and {number:,} frozen" * bool(number)
         self._line(
-            f"{federation.num_clients} clients{groups}; {network.spec.size:,} parameters{frozen}; "
+            f"{counted(federation.num_clients, 'client')}{groups}; {network.spec.size:,} parameters{frozen}; "
             f"hosts: {run_info['hosts']} ({run_info['device']})"
         )
         self.tested_on = federation.tested_on

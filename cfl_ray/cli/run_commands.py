@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cfl_ray.cli import inputs
-from cfl_ray.cli.console import counted, out, say
-from cfl_ray.errors import ConfigError, RunError, command
+from cfl_ray.cli.console import out, say
+from cfl_ray.errors import ConfigError, RunError, command, counted
 from cfl_ray.runtime.on_ray.fork_server import forkable_imports
 from cfl_ray.system.imports import uncollected
 
@@ -107,7 +107,7 @@ def prepare(file: inputs.File = None, overrides: inputs.Overrides = None, trust:
         uri = with_shards(federation, name, shards_folder(experiment)).uri
     samples_N = federation.num_samples_N
     say(
-        f"{federation.num_clients} clients, {samples_N.min()} to {samples_N.max()} training samples each, "
+        f"{counted(federation.num_clients, 'client')}, {samples_N.min()} to {samples_N.max()} training samples each, "
         f"{federation.shape.targets_in_words}"
     )
     say(f"Shards: {uri}")

@@ -200,6 +200,12 @@ class DataConfig(ConfigSection):
         return recipe | ({"validation": "own"} if self.validation and self.has_validation_part else {})
 
     @property
+    def known_clients(self) -> int | None:
+        """The number of clients; None if only the samples tell it, which may belong to clients already."""
+        of_samples = self.federation is not None or isinstance(self, ArraysConfig | PluginDataConfig)
+        return None if of_samples else self.partition.clients
+
+    @property
     def names_validation_part(self) -> bool:
         """Whether validation data are those of the source, as far as the keys tell."""
         return self.has_validation_part or getattr(self, "validation_files", None) is not None

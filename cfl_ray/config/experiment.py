@@ -134,8 +134,8 @@ class Experiment(WholeConfig):
                 f"privacy, and schedule.change.data_of in round {round}: the accounts are of clients, and would not "
                 "count that the data of one are in the uploads of another; leave one of them out"
             )
-        if self.cohort.clients and self.data.partition.clients and self.data.federation is None:
-            check_cohort(self.cohort.clients, self.data.partition.clients)
+        if self.cohort.clients and self.data.known_clients:
+            check_cohort(self.cohort.clients, self.data.known_clients)
 
     @property
     def private_clients(self) -> PrivacyConfig | None:

@@ -9,9 +9,10 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from cfl_ray.config.part import Kinds, kinds_of
+from cfl_ray.config.nearest import nearest_key
+from cfl_ray.config.part import Kinds, keys_of, kinds_of
 from cfl_ray.config.section import ConfigSection, as_yaml
-from cfl_ray.errors import ConfigError, did_you_mean, shown, what_is_wrong
+from cfl_ray.errors import ConfigError, shown, what_is_wrong
 
 
 class WholeConfig(ConfigSection):
@@ -36,7 +37,7 @@ def _line(problem: ErrorDetails, config: type[ConfigSection]) -> str:
     if problem["type"] == "extra_forbidden":
         is_method = is_experiment and len(path) == 1 and isinstance(given, dict)
         options = f"; options of a method are set as methods.{where}.OPTION=VALUE" if is_method else ""
-        return _unknown_key(where, str(path[-1]), section, kinds, kind) + options
+        return _unknown_key(path, section, kinds, kind, config) + options
     if problem["type"] == "list_type" and path[-1] not in section.model_fields:  # a list of sections
         return f"{where}: expected a list, e.g. [{_example(section, kinds, given)}], got {shown(given)}"
     if problem["type"] == "model_type":
@@ -48,18 +49,27 @@ def _line(problem: ErrorDetails, config: type[ConfigSection]) -> str:
     return f"{where}: {what_is_wrong(problem)}"[:500]
 
 
-def _unknown_key(where: str, key: str, section: type[ConfigSection], kinds: Kinds[Any] | None, kind: str) -> str:
+def _unknown_key(
+    path: list[int | str],
+    section: type[ConfigSection],
+    kinds: Kinds[Any] | None,
+    kind: str,
+    config: type[ConfigSection],
+) -> str:
     """The line for a key that a section does not have. kinds, kind: of the part that the section belongs to."""
+    where, key = ".".join(map(str, path)), str(path[-1])
     keys = [name for name, info in section.model_fields.items() if not info.exclude]
     if kinds is not None and (others := kinds.with_key(key)):
         own = ", ".join(name for name in keys if name != kinds.key) or "none"
         return f"{where} is a key of {kinds.key} {' | '.join(others)}, and {kinds.key} is {kind}; its keys are: {own}"
     if kinds is not None:
         keys += [name for other in kinds.all.values() for name in other.section.model_fields if name not in keys]
-    for name, info in section.model_fields.items():  # a key of a section in this one
-        if key in getattr(type(info.get_default(call_default_factory=True)), "model_fields", {}):
-            return f"unknown key {where!r} (did you mean {where.removesuffix(key)}{name}.{key}?)"
-    return f"unknown key {where!r}{did_you_mean(key, keys)}"
+    near = nearest_key(where, keys, (".".join(other) for other, _ in keys_of(config)))
+    if near is None:
+        return f"unknown key {where!r}; valid: {', '.join(sorted(keys))}"
+    section_of, _, name = near.rpartition(".")
+    is_sibling = section_of == ".".join(map(str, path[:-1]))
+    return f"unknown key {where!r} (did you mean {repr(name) if is_sibling else near}?)"
 
 
 def _example(section: type[ConfigSection], kinds: Kinds[Any] | None, given: Any) -> str:

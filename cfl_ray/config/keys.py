@@ -1,10 +1,9 @@
 """Documentation of the keys of an experiment: meaning, values and default of each, read from the sections."""
 
-import difflib
 import re
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +11,10 @@ import annotated_types
 from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 
+from cfl_ray.config.nearest import nearest_key
 from cfl_ray.config.part import Kinds, kinds_of
 from cfl_ray.config.section import FILE, ConfigSection, as_yaml
-from cfl_ray.errors import ConfigError, command, did_you_mean
+from cfl_ray.errors import ConfigError, command
 
 _TYPES = {int: "whole number", float: "number", str: "text", Any: "value", dict: "mapping"}
 _LIMITS = {
@@ -115,19 +115,17 @@ def find(config: type[ConfigSection], name: str) -> list[KeySection]:
 
 
 def _nearest(wanted: str, everything: list[KeySection]) -> str:
-    """The nearest valid name: first in the section of `wanted`, then at the top level, then in any section."""
-    names = [name for section in everything for name in (section.name, *(key.name for key in section.keys)) if name]
-    parent, _, last = wanted.rpartition(".")
-    siblings = _siblings(parent, names)
-    if siblings and (parent or "did you mean" in did_you_mean(wanted, siblings)):
-        return did_you_mean(wanted, siblings)
-    by_last = {name.rpartition(".")[2]: name for name in reversed(names)}
-    near = difflib.get_close_matches(last, by_last, n=1, cutoff=0.7)
-    return f" (did you mean {by_last[near[0]]!r}?)" if near else did_you_mean(wanted, siblings or _siblings("", names))
+    """The text ` (did you mean 'x'?)`, or the keys of the section of `wanted`, or else those of the top level."""
+    written = [name for section in everything for name in (section.name, *(key.name for key in section.keys)) if name]
+    names = {_plain(name): name for name in written}  # as written, by plain name
+    siblings = _siblings(wanted.rpartition(".")[0], names)
+    if near := nearest_key(wanted, (name.rpartition(".")[2] for name in siblings), names):
+        return f" (did you mean {names[near]!r}?)"
+    return f"; valid: {', '.join(sorted(names[name] for name in siblings or _siblings('', names)))}"
 
 
-def _siblings(parent: str, names: list[str]) -> list[str]:
-    return [name for name in names if _plain(name).rpartition(".")[0] == parent]
+def _siblings(parent: str, names: Iterable[str]) -> list[str]:
+    return [name for name in names if name.rpartition(".")[0] == parent]
 
 
 def _plain(name: str) -> str:

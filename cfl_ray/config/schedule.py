@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 from cfl_ray.config.client_ids import compress_ids, parse_ids
 from cfl_ray.config.section import ConfigSection
 from cfl_ray.config.shift import SHIFT_KINDS, PixelsConfig
-from cfl_ray.errors import ConfigError
+from cfl_ray.errors import ConfigError, counted
 
 
 def _parse_clients(value: Any) -> Any:
@@ -119,14 +119,16 @@ class DataChangeConfig(ConfigSection):
         if len(sources) > 1:
             raise ValueError("data_of and back_to both say which data the clients have; give one of them")
         if self.data_of is not None and len(self.data_of) != len(self.clients):
-            raise ValueError(f"data_of names {len(self.data_of)} clients for {len(self.clients)}; give one for each")
+            raise ValueError(
+                f"data_of names {counted(len(self.data_of), 'client')} for {len(self.clients)}; give one for each"
+            )
         if self.drift and (both := sorted({*self.clients} & {*(self.data_of or ())})):
             raise ValueError(
                 f"data_of: client {both[0]} gives its data and takes others, and {self.drift.kind} drift would repeat "
                 "that; take the data of clients that do not change"
             )
         if isinstance(self.drift, IncrementalDriftConfig) and self.drift.groups > len(self.clients):
-            raise ValueError(f"drift.groups is {self.drift.groups} for {len(self.clients)} clients")
+            raise ValueError(f"drift.groups is {self.drift.groups} for {counted(len(self.clients), 'client')}")
         return self
 
     @property

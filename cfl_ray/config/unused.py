@@ -7,8 +7,10 @@ from typing import Any
 from cfl_ray.config.data import ColumnsDataConfig, DataConfig, GeneratedConfig
 from cfl_ray.config.experiment import Experiment
 from cfl_ray.config.partition import LabelSkewConfig
+from cfl_ray.config.protocol import PROTOCOLS
 from cfl_ray.config.section import ConfigSection
 from cfl_ray.plugins.calling import reference_of
+from cfl_ray.system.nested import leaves_of
 
 
 def unused_keys(experiment: Experiment) -> dict[str, str]:
@@ -22,10 +24,15 @@ def warnings_of(experiment: Experiment) -> list[str]:
     return (data.warnings if data.federation is None else []) + _warnings(experiment, unused_keys(experiment))
 
 
-def warnings_of_division(data: DataConfig) -> list[str]:
-    """Warnings of the keys that divide samples, for samples that turned out to belong to clients already."""
-    rules = _rules_of_division(data)
-    return _warnings(data, {f"{section}.{key}": reason for section, keys, reason in rules for key in keys}, "data.")
+def warnings_of_division(data: DataConfig, protocol: str | None) -> list[str]:
+    """Warnings of the keys that divide samples, for samples that turned out to belong to clients already.
+
+    protocol: of the experiment, which may have filled in keys: those with its values are left out.
+    """
+    rules, preset = _rules_of_division(data), {} if protocol is None else leaves_of(PROTOCOLS[protocol]["data"])
+    unused = {f"{section}.{key}": reason for section, keys, reason in rules for key in keys}
+    filled_in = {key for key, value in not_default(data, unused).items() if key in preset and preset[key] == value}
+    return _warnings(data, {key: reason for key, reason in unused.items() if key not in filled_in}, "data.")
 
 
 def _warnings(config: ConfigSection, unused: dict[str, str], prefix: str = "") -> list[str]:

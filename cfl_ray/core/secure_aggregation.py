@@ -125,7 +125,8 @@ def missing(secure: SecureSum, ids_M: np.ndarray, arrived_M: np.ndarray) -> str:
                 "models stay as they were"
             )
     if 0 < len(reported) < secure.least:
-        return f"{len(reported)} clients report, the sum needs {secure.least}; it is lost, and models stay as they were"
+        who = "client reports" if len(reported) == 1 else "clients report"
+        return f"{len(reported)} {who}, the sum needs {secure.least}; it is lost, and models stay as they were"
     return ""
 
 

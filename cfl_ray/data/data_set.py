@@ -165,4 +165,12 @@ def find(data: DataConfig, subfolders: list[str], patterns: list[str], name: str
             if files := sorted(path for path in folder.glob(pattern) if path.is_file()):
                 return folder, files
     places = ", ".join(str(folder.absolute()) for folder in folders)
-    raise DataError(f"data set {name!r} not found: no {' or '.join(patterns)} in {places}; to get it: {get}")
+    tables = _tables_in(Path(data.root).expanduser()) if data.root is not None else []
+    there = f", which has {', '.join(tables[:3])}{' ...' * (len(tables) > 3)}" if tables else ""
+    raise DataError(f"data set {name!r} not found: no {' or '.join(patterns)} in {places}{there}; to get it: {get}")
+
+
+def _tables_in(folder: Path) -> list[str]:
+    """The parquet and CSV files of a folder and of two levels of folders in it, below it."""
+    globs = (f"{level}*.{suffix}" for level in ("", "*/", "*/*/") for suffix in ("parquet", "csv"))
+    return [str(path.relative_to(folder)) for pattern in globs for path in sorted(folder.glob(pattern))]

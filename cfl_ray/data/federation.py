@@ -17,7 +17,7 @@ import torch
 from cfl_ray.core.rng import stream
 from cfl_ray.core.tasks import TARGETS
 from cfl_ray.data.validation_share import ValidationShare
-from cfl_ray.errors import DataError
+from cfl_ray.errors import DataError, counted
 
 # x: float32 (n, *input), for tokens int64; y: int64 (n,) for classes, for other targets see `core.tasks`
 TensorSamples = tuple[torch.Tensor, torch.Tensor]
@@ -49,8 +49,12 @@ class DataShape:
         """Number and kind of the targets."""
         if self.targets == "tokens":
             return f"{self.target_shape[0]} tokens of {self.num_classes} to predict"
-        kinds = {"class": "classes", "real": "numbers to predict", "binary": "labels"}
-        return f"{self.num_classes} {kinds[self.targets]}"
+        kinds = {
+            "class": ("class", "classes"),
+            "real": ("number to predict", "numbers to predict"),
+            "binary": ("label",),
+        }
+        return counted(self.num_classes, *kinds[self.targets])
 
     @property
     def outputs(self) -> tuple[int, ...]:
@@ -82,7 +86,7 @@ def validated_on(view: str, sets: int, most: int | None = None) -> str:
 
 
 def _of_shared(view: str, sets: int, name: str, most: int | None) -> str:
-    limited = "" if most is None else f"at most {most} samples of "
+    limited = "" if most is None else f"at most {counted(most, 'sample')} of "
     whole = limited + (f"the {name} of its true group" if sets > 1 else f"the {name if limited else f'whole {name}'}")
     if view == "label":
         return f"the samples of its own labels in {whole}"

@@ -79,15 +79,16 @@ def build(
     progress: Progress | None = None,
     targets: str = "class",
     converts_changed: bool = False,
+    protocol: str | None = None,
 ) -> Federation:
     """The federation that `data` and `seed` describe, with its shards in a folder below `data.shards`.
 
     shards: the folder for shards if `data.shards` is null. `data.shards` may also be a federation's folder that
     `cfl-ray prepare` wrote; then the raw data are not needed. targets: kind of the task's targets (`core.tasks`).
     converts_changed: whether raw data that have changed since their shards were written are converted, into another
-    folder; if not, they raise DataError.
+    folder; if not, they raise DataError. protocol: of the experiment, whose keys without effect are not warned of.
     """
-    loaded = _loaded(data, seed, targets)
+    loaded = _loaded(data, seed, targets, protocol)
     if isinstance(loaded, Federation):
         return loaded
     folder = Folder(str(shards if data.shards is None else data.shards))
@@ -102,6 +103,7 @@ def build(
         federation = _written_or_reused(folder, name, raw_data, progress, converts_changed)
     if loaded is not None and federation.shape != (shape := loaded.read(False, None).data_shape):
         raise DataError(f"{folder.uri} holds {federation.shape}, {data.source} returns {shape}; {PREPARE_AGAIN}")
+    federation.said = (*federation.said, *_unused_tests(data, loaded))
     return federation
 
 
@@ -263,9 +265,9 @@ def has_validation(experiment: Experiment) -> bool:
     return loaded is not None and loaded.validation is not None
 
 
-def describe(data: DataConfig, seed: int, targets: str = "class") -> FederationSummary:
+def describe(data: DataConfig, seed: int, targets: str = "class", protocol: str | None = None) -> FederationSummary:
     """The sizes of the federation that `build` would return. Reads labels but no pixels, and writes nothing."""
-    loaded = _loaded(data, seed, targets)
+    loaded = _loaded(data, seed, targets, protocol)
     if isinstance(loaded, Federation):
         num_samples_N, shape, view = loaded.num_samples_N, loaded.shape, loaded.view
         groups, test_sets, size = loaded.num_groups, loaded.num_test_sets(), 0
@@ -283,7 +285,7 @@ def describe(data: DataConfig, seed: int, targets: str = "class") -> FederationS
         if plan.validation_view is not None:
             sets = len(plan.validation_sets)
             on_validation = validated_on(plan.validation_view, sets, data.test.max_samples)
-        warnings = [*plan.data_set.warnings, *layout_warnings(shape.input)]
+        warnings = [*_unused_tests(data, loaded), *plan.data_set.warnings, *layout_warnings(shape.input)]
         warnings += scale_warnings(scaling.to_tensor(plan.data_set.train_x[plan.clients[0].train]))
     trained_N = num_samples_N
     if (share := data.validation) is not None and not own_validation:
@@ -306,7 +308,7 @@ def describe(data: DataConfig, seed: int, targets: str = "class") -> FederationS
     )
 
 
-def _loaded(data: DataConfig, seed: int, targets: str) -> Federation | Source | None:
+def _loaded(data: DataConfig, seed: int, targets: str, protocol: str | None = None) -> Federation | Source | None:
     """Data that need no files of a data set: a federation, or a function's samples without clients.
 
     None for the data sets that `locate` knows.
@@ -318,8 +320,21 @@ def _loaded(data: DataConfig, seed: int, targets: str) -> Federation | Source | 
     loaded: Federation | Source = SOURCE_KINDS.code_of(data)(data, seed, targets)
     if isinstance(data, PluginDataConfig) and isinstance(loaded, Federation):
         _check_called(data)
-        loaded.said = tuple(warnings_of_division(data))
+        loaded.said = tuple(warnings_of_division(data, protocol))
     return loaded
+
+
+def _unused_tests(data: DataConfig, loaded: Source | None) -> list[str]:
+    """A warning of the test part that a user's function returns, if the keys leave it out. loaded: of the function."""
+    if loaded is None or data.test.pool or data.with_view(True).test.view != "holdout":
+        return []
+    if loaded.read(False, None).with_test_part.test_y is None:
+        return []
+    return [
+        f"x_test and y_test of source {reference_of(data.source)} have no effect: data.test.view is holdout; "
+        "data.test.pool: true divides them among the clients as well, and data.test.view: cluster, label or all "
+        "tests clients on them"
+    ]
 
 
 def _sources(data: DataConfig, first: Source | None, targets: str) -> list[Source]:

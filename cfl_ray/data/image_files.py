@@ -20,7 +20,7 @@ from cfl_ray.data.decoding import Decoder, Encoded, suffixes
 from cfl_ray.data.raw_files import FileState, RawFiles
 from cfl_ray.data.reading import reading
 from cfl_ray.data.tables import MAX_LABEL, Named, alike_warnings, column_of, concatenated, data_set_of, label_names
-from cfl_ray.errors import DataError, did_you_mean
+from cfl_ray.errors import DataError, counted, did_you_mean
 from cfl_ray.system.collection import paused_collection
 
 BATCH_ROWS = 2048  # encoded images in memory at a time
@@ -383,6 +383,9 @@ def _clients(listing: Listing, raw: RawFiles) -> tuple[np.ndarray | None, list[s
             f"{clients_file} names no client for {missing[0]} ({len(missing)} of {len(listing.names)} images)"
         )
     others = sorted(client_of.keys() - set(listing.names))
-    lines = [f"{clients_file} names {len(others)} files that are not read, e.g. {others[0]}"] if others else []
+    are = "is" if len(others) == 1 else "are"
+    lines = [
+        f"{clients_file} names {counted(len(others), 'file')} that {are} not read, e.g. {name}" for name in others[:1]
+    ]
     ids = np.array([client_of[name] for name in listing.names], np.str_)
     return ids, lines + alike_warnings(f"{clients_file}: column 'client'", ids, "client")

@@ -17,7 +17,7 @@ from cfl_ray.data.arrays import DENSE, label_warnings
 from cfl_ray.data.data_set import DataSet, Progress
 from cfl_ray.data.reading import reading
 from cfl_ray.data.tables import numbered
-from cfl_ray.errors import DataError
+from cfl_ray.errors import DataError, counted
 
 SIDE = 28  # pixels
 CLASSES = 62
@@ -52,7 +52,9 @@ def read(
         test_y, num_classes = next(iter(tests), None), len(class_names)
     warnings = label_warnings(str(train[0].parent), train_y, num_classes, DENSE)
     if empty:
-        warnings.append(f"{train[0].parent.parent}: {len(empty)} users without samples are left out, e.g. {empty[0]}")
+        are = "is" if len(empty) == 1 else "are"
+        without = f"{counted(len(empty), 'user')} without samples {are} left out, e.g. {empty[0]}"
+        warnings.append(f"{train[0].parent.parent}: {without}")
     return DataSet(
         train_x,
         train_y,
@@ -63,7 +65,9 @@ def read(
         client=client,
         vocabulary=vocabulary,
         class_names=class_names,
-        notes=(f"{train[0].parent}: read {len(np.unique(client))} users with {len(train_y)} samples",),
+        notes=(
+            f"{train[0].parent}: read {counted(len(np.unique(client)), 'user')} with {counted(len(train_y), 'sample')}",
+        ),
         warnings=tuple(warnings),
     )
 

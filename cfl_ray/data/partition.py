@@ -10,7 +10,7 @@ from cfl_ray.config.partition import (
     IidConfig,
     PluginPartitionConfig,
 )
-from cfl_ray.errors import DataError
+from cfl_ray.errors import DataError, counted
 from cfl_ray.plugins.calling import call_plugin, described, place_of, with_options
 
 MAX_REDRAWS = 1000
@@ -34,14 +34,15 @@ def divide(
     """
     if min_samples * clients > len(y):
         raise DataError(
-            f"{clients} clients cannot hold at least {min_samples} samples each of {len(y)} samples; "
+            f"{counted(clients, 'client')} cannot hold at least {counted(min_samples, 'sample')} each of "
+            f"{counted(len(y), 'sample')}; "
             "lower data.partition.clients (or min_samples)"
         )
     parts: list[np.ndarray] = PARTITION_KINDS.code_of(partition)(y, clients, partition, min_samples, rng)
     sizes = np.array([len(part) for part in parts])
     if sizes.min() < min_samples:
         raise DataError(
-            f"client {sizes.argmin()} of {clients} got {sizes.min()} samples, each needs {min_samples}; "
+            f"client {sizes.argmin()} of {clients} got {counted(sizes.min(), 'sample')}, each needs {min_samples}; "
             "lower data.partition.clients (or min_samples)"
             + (", or raise classes_per_client" if partition.kind == "classes" else "")
         )
@@ -104,7 +105,7 @@ def writers(
     if len(kept) == 0 or (wanted or 0) > len(kept):
         raise DataError(
             f"data.partition.clients is {wanted or 'null (all)'}, but {len(kept)} of {len(names)} writers have at "
-            f"least {partition.min_samples} samples (the largest has {counts.max(initial=0)}); "
+            f"least {counted(partition.min_samples, 'sample')} (the largest has {counts.max(initial=0)}); "
             "lower clients or min_samples"
         )
     if wanted is not None:
@@ -228,7 +229,10 @@ def _owners(classes: int, clients: int, partition: ClassesConfig, rng: np.random
     n, per_group = partition.classes_per_client, partition.classes_per_group
     key, wanted = ("classes_per_client", n) if partition.groups is None else ("classes_per_group", per_group)
     if wanted > classes:
-        raise DataError(f"data.partition.{key} is {wanted}, but the samples of this group have {classes} classes")
+        raise DataError(
+            f"data.partition.{key} is {wanted}, but the samples of this group have "
+            f"{counted(classes, 'class', 'classes')}"
+        )
     if partition.groups is None:
         classes_of_group = [np.arange(classes)]
     else:

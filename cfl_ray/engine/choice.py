@@ -154,11 +154,16 @@ def facts_of(
 
 
 def why_not(name: str, network: Network, federation: Federation, local: LocalSGD) -> str | None:
-    """Reason why an engine can train no client; None if it can train the client with the fewest samples."""
-    smallest = _task_of(network, federation, local, int(_sizes(federation)[0]))
-    if (reason := ENGINES[name].why_not(network, [smallest])) or name == COMPILED:  # hosts may compile, and not this
-        return reason
-    return _trial_error(name, network, smallest)
+    """Reason why an engine can train no client; None if it can train the one with the fewest samples or the most.
+
+    Both are asked, since the needs of some engines grow with the samples, and `compiled` needs enough of them.
+    """
+    sizes = _sizes(federation)
+    tasks = [_task_of(network, federation, local, size) for size in dict.fromkeys(sizes[[0, -1]].tolist())]
+    reasons = [ENGINES[name].why_not(network, [task]) for task in tasks]
+    if all(reasons) or name == COMPILED:  # hosts may compile, and not this machine
+        return reasons[-1] if all(reasons) else None
+    return _trial_error(name, network, tasks[reasons.index(None)])
 
 
 def median_task(network: Network, federation: Federation, local: LocalSGD) -> TrainingTask:

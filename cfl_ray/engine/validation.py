@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cfl_ray.core.metrics import IGNORED
 from cfl_ray.data.federation import DataShape
+from cfl_ray.errors import counted
 
 # powers of 2 above all inputs, all trained weights, all buffers and signatures; changes below 2^21 have exact sums
 INPUT_POWER, WEIGHT_POWER, ANY_POWER = 16, 14, 20
@@ -24,9 +25,9 @@ def invalid_data_reason(x: Tensor, y: Tensor, shape: DataShape, least: int = 1) 
         return f"shape {tuple(x.shape[1:])}, expected {tuple(shape.input)}"
     if y.shape != (expected := (len(x), *shape.target_shape)):
         what, wanted = ("targets", expected) if shape.target_shape else ("labels", "one label for each")
-        return f"{len(x)} samples and {what} of shape {tuple(y.shape)}, expected {wanted}"
+        return f"{counted(len(x), 'sample')} and {what} of shape {tuple(y.shape)}, expected {wanted}"
     if len(y) < least:
-        return f"{len(y)} samples, expected at least {least}"
+        return f"{counted(len(y), 'sample')}, expected at least {least}"
     if not len(y):
         return None
     if reason := _invalid_target_reason(y, shape):

@@ -12,7 +12,7 @@ import torch
 
 from cfl_ray.engine.failure import ClientFailure, naming_client
 from cfl_ray.engine.task import TrainingTask
-from cfl_ray.errors import first_line
+from cfl_ray.errors import counted, first_line
 from cfl_ray.nn.device_memory import PROBE, DeviceMemory
 
 Result = TypeVar("Result")
@@ -39,8 +39,8 @@ def train_alone(memory: DeviceMemory, task: TrainingTask, train: Callable[[Train
     except torch.OutOfMemoryError as error:
         raise DeviceMemoryError(
             f"client {task.client} does not fit into the memory of {memory.device}: training this one client, with "
-            f"{len(task.y)} samples and a model of {task.start_P.nbytes / 2**20:.1f} MiB, needs more than the "
-            f"{memory.peak() / 2**20:.1f} MiB that it had reached, and {free / 2**20:.1f} MiB were free for this "
+            f"{counted(len(task.y), 'sample')} and a model of {task.start_P.nbytes / 2**20:.1f} MiB, needs more than "
+            f"the {memory.peak() / 2**20:.1f} MiB that it had reached, and {free / 2**20:.1f} MiB were free for this "
             f"process ({first_line(error)}). Use smaller batches (local.batch_size), a smaller model, fewer "
             "hosts on the GPU (runtime.gpus_per_host), or runtime.device: cpu"
         ) from error

@@ -77,16 +77,26 @@ def command(verb: str, *words: object) -> str:
 def did_you_mean(word: str, valid: Iterable[str]) -> str:
     """The text ` (did you mean 'x'?)`, or the list of valid words when none is close."""
     word, valid = str(word), sorted(set(valid))
-    close = difflib.get_close_matches(word, valid, n=3, cutoff=0.5)
+    near = nearest(word, valid)
+    return f"; valid: {', '.join(valid)}" if near is None else f" (did you mean {near!r}?)"
+
+
+def nearest(word: str, valid: Iterable[str], cutoff: float = 0.5) -> str | None:
+    """The valid word with the fewest edits of those that are close; None if none is. cutoff: of difflib's ratio."""
+    close = difflib.get_close_matches(word, sorted(set(valid)), n=3, cutoff=cutoff)
     # difflib ranks by letters in common, by which adma is closer to adamax than to adam
-    nearest = min(close, key=lambda candidate: _edits(word, candidate), default=None)
-    return f"; valid: {', '.join(valid)}" if nearest is None else f" (did you mean {nearest!r}?)"
+    return min(close, key=lambda candidate: _edits(word, candidate), default=None)
 
 
 def shown(value: object) -> str:
     """The repr of a value in a message, shortened: arrays given in Python have a long one."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """A number with its noun, in the plural unless it is 1. plural: if it is not the noun with an s."""
+    return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def duration(seconds: float) -> str:

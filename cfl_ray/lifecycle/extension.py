@@ -11,7 +11,7 @@ from pathlib import Path
 from cfl_ray import config
 from cfl_ray.checkpoint.store import CheckpointStore
 from cfl_ray.config import Experiment
-from cfl_ray.errors import ConfigError, RunError
+from cfl_ray.errors import ConfigError, RunError, counted
 from cfl_ray.methods import resolve
 from cfl_ray.results.kept_code import copy_kept
 from cfl_ray.results.run_record import check_not_edited, differences, recorded_hash, rounds_at_start, write_config
@@ -38,7 +38,8 @@ def check_extension(earlier: Path, experiment: Experiment) -> None:
         raise ConfigError(f"extend: only `rounds` may differ from those of {earlier}, and so do {differing}")
     if recorded.rounds >= experiment.rounds:
         raise ConfigError(
-            f"extend: {earlier} has {recorded.rounds} rounds and this run {experiment.rounds}; give this run more"
+            f"extend: {earlier} has {counted(recorded.rounds, 'round')} and this run {experiment.rounds}; "
+            "give this run more"
         )
     if directory.is_live:
         raise RunError(f"extend: {earlier} is live; wait for its end, or stop it with: cfl-ray stop {earlier}")

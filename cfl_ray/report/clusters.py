@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from cfl_ray.errors import counted
 from cfl_ray.report.drawing import COLOURS, GREY, NAMED, PageFigure, Plot, canvas, line_at, look, number, percent, safe
 from cfl_ray.report.report_data import MethodRun, ReportedExperiment, evenly
 
@@ -56,7 +57,8 @@ def _sizes(experiment: ReportedExperiment, label: str, run: MethodRun, rounds: S
         caption += f", at most {percent(share_E[peak])} (round {rounds[peak]})"
     caption += f"; {count_E[-1]} {'cluster has' if count_E[-1] == 1 else 'clusters have'} members"
     if experiment.num_groups:
-        caption += f", and there are {experiment.num_groups} true groups"
+        verb = "is" if experiment.num_groups == 1 else "are"
+        caption += f", and there {verb} {counted(experiment.num_groups, 'true group')}"
     return PageFigure(f"{label}: sizes of its clusters{which}", f"{caption}.", figure, 260)
 
 

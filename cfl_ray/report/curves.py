@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cfl_ray.errors import counted
 from cfl_ray.report.drawing import (
     INK,
     MARKERS,
@@ -316,7 +317,9 @@ def _clusters(experiment: ReportedExperiment) -> PageFigure | None:
     if not counts:
         return None
     ends = listed([f"{label} {count.mean_E[-1]:.3g}" for label, count in counts.items()])
-    groups = f"; the clients have {experiment.num_groups} true groups (dotted)" if experiment.num_groups else ""
+    groups = (
+        f"; the clients have {counted(experiment.num_groups, 'true group')} (dotted)" if experiment.num_groups else ""
+    )
     groups += " after the last round" * experiment.groups_change
     dotted = {"color": "#8A94A0", "width": 1, "dash": "dot"}
     group_line = [line_at(experiment.num_groups, True, dotted)] if experiment.num_groups else []

@@ -95,7 +95,8 @@ def compare_runs(
     the round that is compared), p (p-value of a paired t-test of the first metric against the best method of the
     experiment, over common seeds; NaN for the best method and for fewer than 3 common seeds), and effect (size: mean of
     the differences over their standard deviation). A method that lacks the metric for a seed, or has fewer seeds than
-    another method that has it for all, cannot be the best. Methods without an evaluation are excluded.
+    another method that has it for all, cannot be the best. Methods without an evaluation are excluded, and a
+    warning names those that are not finished.
 
     metrics: names (docs/metrics.md) of the last evaluation or of the whole run, or numeric diagnostics (their last
         values); empty: the score of the task, its P-local, that of honest clients and worst decile, macro F1, test
@@ -110,6 +111,8 @@ def compare_runs(
     in the table, the metric `accuracy_std` has the column `accuracy_std_over_clients`.
     """
     run_metrics, scores = collected(runs, metrics, trust, round, code)
+    if unfinished := unfinished_in_words(scores.results):
+        _logger.warning("%s", unfinished)
     return table_of(run_metrics, metrics, test, correction, scores, against)
 
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from cfl_ray.config import Experiment
 from cfl_ray.config.study import Study
-from cfl_ray.errors import ConfigError, DataError, command
+from cfl_ray.errors import ConfigError, DataError, command, counted
 from cfl_ray.plugins.kept import INDEX, kept_root
 from cfl_ray.results.user_code import files_of, typed_sources
 from cfl_ray.run_directory import RunDirectory
@@ -283,7 +283,7 @@ def shown_difference(before: str, now: str, lines: int = _LINES) -> str:
     every = difflib.unified_diff(before.splitlines(), now.splitlines(), n=0, lineterm="")
     changed = [line for line in every if not line.startswith(("---", "+++"))]
     text = [line if len(line) <= _WIDTH else f"{line[:_WIDTH]}..." for line in changed[:lines]]
-    more = [f"... {len(changed) - lines} more lines"] if len(changed) > lines else []
+    more = [f"... {counted(len(changed) - lines, 'more line')}"] if len(changed) > lines else []
     return "\n".join(f"  {line}" for line in (text or ["(white space at the ends of lines)"]) + more)
 
 

@@ -14,7 +14,7 @@ from cfl_ray.config.schedule import EventConfig
 from cfl_ray.config.study import load_study
 from cfl_ray.core.diagnostics import CLIENTS, CLUSTERS, MIXTURE_WEIGHTS
 from cfl_ray.core.reported import Diagnostic
-from cfl_ray.errors import FOREIGN, ConfigError, DataError, class_and_text, command
+from cfl_ray.errors import FOREIGN, ConfigError, DataError, class_and_text, command, counted
 from cfl_ray.methods import full_label
 from cfl_ray.report.drawing import listed
 from cfl_ray.report.ranks import ranks_of
@@ -361,8 +361,8 @@ def run_info(runs: Sequence[FoundRun], methods: Mapping[str, Sequence[MethodRun]
 
     apart = ("data.shift.", "data.partition.", "data.test.", "data.root", "data.download", "data.shards", "data.source")
     scored = [len(run.scores.get("client", ())) for of_method in methods.values() for run in of_method]
-    clients = max([*scored, len(groups), experiment.data.partition.clients or 0])
-    true_groups = f", {len(groups.sizes)} true groups" if groups else ""
+    clients = max([*scored, len(groups), experiment.data.known_clients or 0])
+    true_groups = f", {counted(len(groups.sizes), 'true group')}" if groups else ""
     recorded = _recorded(first.directory)
     seeds = sorted({run.experiment.seed for run in runs})
     with_options = [

@@ -11,7 +11,7 @@ from cfl_ray.config.experiment import NOT_HASHED
 from cfl_ray.config.part import keys_of, present_names
 from cfl_ray.config.paths import recorded_in
 from cfl_ray.config.unused import not_default, unused_keys
-from cfl_ray.errors import ConfigError, DataError, command
+from cfl_ray.errors import ConfigError, DataError, command, counted
 from cfl_ray.errors.redaction import redact
 from cfl_ray.results.trust import record_text, sign_record
 from cfl_ray.run_directory import RunDirectory
@@ -154,7 +154,7 @@ def check_hash_of_run(directory: RunDirectory, experiment: Experiment) -> None:
         return
     rounds = config.load(directory.config).rounds
     shorter = rounds < experiment.rounds and experiment.model_copy(update={"rounds": rounds}).config_hash == hash
-    extend = f", whose runs can begin with the {rounds} rounds that are here (--extend)" if shorter else ""
+    extend = f", whose runs can begin with the {counted(rounds, 'round')} in this folder (--extend)" if shorter else ""
     differing = differences(directory, experiment)
     label = ", or give the changed method a label of its own" * differing.startswith("methods (")
     raise ConfigError(

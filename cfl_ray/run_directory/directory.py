@@ -18,7 +18,7 @@ from typing import Literal, overload
 
 from filelock import FileLock, Timeout
 
-from cfl_ray.errors import ConfigError, DataError, RunError
+from cfl_ray.errors import ConfigError, DataError, RunError, counted
 from cfl_ray.run_directory.lock import hold, is_held
 from cfl_ray.security.signing import is_signed, sign
 from cfl_ray.system.files import PRIVATE, opened, read_json, sync, write_json
@@ -230,7 +230,7 @@ class RunDirectory:
         below = sorted(file.parent.name for file in self.path.glob(f"*/{self.config.name}"))
         if below:
             raise ConfigError(
-                f"{self.path} is a folder above {len(below)} run{'s' * (len(below) > 1)}; name one of them, such as "
+                f"{self.path} is a folder above {counted(len(below), 'run')}; name one of them, such as "
                 f"{self.path / below[-1]}"
             )
         raise ConfigError(f"{self.path} holds no run: there is no {self.config}")

@@ -26,7 +26,7 @@ from cfl_ray.data.federation import DataShape, Federation
 from cfl_ray.engine import choice
 from cfl_ray.engine.attack import Attack, Forgery, OwnAttack
 from cfl_ray.engine.engines import SEQUENTIAL
-from cfl_ray.errors import ConfigError, RunError, did_you_mean
+from cfl_ray.errors import ConfigError, RunError, counted, did_you_mean
 from cfl_ray.models import ModelRecipe
 from cfl_ray.nn.network import Network, new_module
 from cfl_ray.population.availability import Availability, OwnAvailability
@@ -59,8 +59,9 @@ def check_batches(setup: Setup, network: Network) -> None:
                 else "set local.drop_last: true or single, which leave that batch out, or another local.batch_size"
             )
             raise ConfigError(
-                f"{clients_in_words(ids)} would train on a batch of one sample ({label}: {sizes_N[client]} samples in "
-                f"batches of {batch_N[client]}), which the model's BatchNorm refuses ({reason}); {cure}, or use "
+                f"{clients_in_words(ids)} would train on a batch of one sample ({label}: "
+                f"{counted(sizes_N[client], 'sample')} in batches of {batch_N[client]}), which the model's "
+                f"BatchNorm refuses ({reason}); {cure}, or use "
                 "GroupNorm"
             )
 

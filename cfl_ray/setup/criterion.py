@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from cfl_ray.errors import counted
 from cfl_ray.tracking.record import is_of_validation
 
 _ROUNDING = 1e-12  # relative error up to which a gain is `min_delta`: 0.502 - 0.5 is not 0.002
@@ -35,7 +36,7 @@ class Criterion:
         """The reason for the end of a method."""
         verb = "fallen" if self.minimizes else "risen"
         more = f" by more than {self.min_delta:g}" if self.min_delta else ""
-        return f"{self.metric} has not {verb}{more} for {self.patience} evaluation{'s' * (self.patience > 1)}"
+        return f"{self.metric} has not {verb}{more} for {counted(self.patience, 'evaluation')}"
 
     @property
     def chosen_by(self) -> str:

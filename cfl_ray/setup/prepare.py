@@ -47,7 +47,13 @@ def prepare(
     if federation is None:
         folder = shards_folder(experiment)
         federation = data.build(
-            experiment.data, experiment.seed, folder, progress, experiment.targets, converts_changed
+            experiment.data,
+            experiment.seed,
+            folder,
+            progress,
+            experiment.targets,
+            converts_changed,
+            experiment.protocol,
         )
     return setup_on(experiment, federation)
 

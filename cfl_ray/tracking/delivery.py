@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from filelock import FileLock, Timeout
 
-from cfl_ray.errors import FOREIGN, RunError, text_of
+from cfl_ray.errors import FOREIGN, RunError, counted, text_of
 from cfl_ray.errors.redaction import redact
 from cfl_ray.plugins.calling import is_user_file, place_of, raised_at
 from cfl_ray.run_directory import RunDirectory
@@ -255,7 +255,7 @@ class LiveDelivery:
     def _left(self) -> str:
         """The rounds and the end that the tracker lacks, in words."""
         rounds = waiting_rounds(self.delivery.run_dir, self.delivery.name)
-        lost = f"{rounds} round{'s' * (rounds != 1)} and " * bool(rounds)
+        lost = f"{counted(rounds, 'round')} and " * bool(rounds)
         return f"{lost}the end of {self.delivery.run_dir}"
 
     def _deliver_until_done(self) -> None:

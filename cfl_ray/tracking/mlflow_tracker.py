@@ -18,7 +18,7 @@ from typing import Any
 from filelock import Timeout
 
 from cfl_ray.config import TrackingConfig
-from cfl_ray.errors import DataError, UserError, command
+from cfl_ray.errors import DataError, UserError, command, counted
 from cfl_ray.errors.redaction import redact
 from cfl_ray.run_directory import RUNS_OF_STUDY, RunDirectory
 from cfl_ray.security.credentials import hides, with_credentials
@@ -286,13 +286,17 @@ def deliver_earlier_results(
         return []
     delivered = deliver_pending(output, resolve_uri(tracking, output), warn=warn)
     return [
-        f"Delivered {rounds} rounds of {run_dir} to MLflow, which was out of reach before."
+        f"Delivered {counted(rounds, 'round')} of {run_dir} to MLflow, which was out of reach before."
         for run_dir, rounds in delivered.items()
     ]
 
 
 def _not_sent(uri: str, run_dirs: list[Path], output: Path) -> str:
-    runs = f"{run_dirs[0]} names" if len(run_dirs) == 1 else f"{run_dirs[0]} and {len(run_dirs) - 1} more runs name"
+    runs = (
+        f"{run_dirs[0]} names"
+        if len(run_dirs) == 1
+        else f"{run_dirs[0]} and {counted(len(run_dirs) - 1, 'more run')} name"
+    )
     to_send = command("check", f"tracking.uri={uri}", f"output={output}")
     return (
         f"{runs} MLflow at {uri}, where nothing is sent: neither the experiment nor MLFLOW_TRACKING_URI names it, and "

@@ -394,7 +394,7 @@ def test_check_refuses_hosts_for_which_this_machine_has_no_room(capsys, monkeypa
     assert status == 2 and "2 hosts with 0.5 GPU each need 1 GPUs, the cluster has 0" in message
     assert "to check for a cluster, name it: RAY_ADDRESS=HEAD:6379" in message
     status, _, message = call(capsys, "check", "runtime.cpus_per_host=1000", *QUICK)
-    assert status == 2 and "1 hosts with 1000 CPU each need 1000 CPUs" in message
+    assert status == 2 and "1 host with 1000 CPU needs 1000 CPUs" in message
     for change in ("runtime.gpus_per_host=0.5", "runtime.device=cuda"):
         assert call(capsys, "check", change, "runtime.address=auto", *QUICK)[0] == 0
 

@@ -206,7 +206,7 @@ schedule: [{round: 1, change: [{clients: [1], swap: [2, 2]}]}]
 schedule: [{round: 1, change: [{clients: [1], rotate: 45}]}]
     ^schedule.0.change.0: rotate must be a multiple of 90 degrees, got 45
 schedule: [{round: 1, change: [{clients: 1-3, data_of: 5}]}]
-    ^schedule.0.change.0: data_of names 1 clients for 3; give one for each
+    ^schedule.0.change.0: data_of names 1 client for 3; give one for each
 schedule: [{round: 3}]
     ^schedule.0: nothing happens before round 3; give it join, leave or change
 schedule: [{round: 3, change: [{clients: 1, back_to: 3}]}]
@@ -271,6 +271,11 @@ class TestErrors:
             round=1,
             cohort={"fraction": 2},
         )
+
+    @pytest.mark.parametrize("source", ["arrays", "own.py:data"])
+    def test_the_default_number_of_clients_is_no_limit_for_samples_that_have_clients(self, source):
+        """`data.partition.clients` is 40 unless it is set, and has no effect on them."""
+        assert Experiment(data={"source": source}, cohort={"clients": 50}).data.known_clients is None
 
     @pytest.mark.parametrize("source, nearest", [("minst", "mnist"), ("cifar", "cifar10")])
     def test_an_unknown_data_set_names_the_nearest(self, source, nearest):
@@ -541,6 +546,12 @@ class TestOverrides:
             ("locl.lr=3", r"unknown key 'locl' \(did you mean 'local'\?\)"),
             ("lr=3", r"unknown key 'lr' \(did you mean local.lr\?\)"),
             ("data.clients=3", r"unknown key 'data.clients' \(did you mean data.partition.clients\?\)"),
+            ("data.num_clients=3", r"unknown key 'data.num_clients' \(did you mean data.partition.clients\?\)"),
+            ("data.alpha=3", r"unknown key 'data.alpha' \(did you mean data.partition.alpha\?\)"),
+            ("local.learning_rate=3", r"unknown key 'local.learning_rate' \(did you mean 'lr'\?\)"),
+            ("num_rounds=3", r"unknown key 'num_rounds' \(did you mean 'rounds'\?\)"),
+            ("runtime.gpus=1", r"unknown key 'runtime.gpus' \(did you mean 'gpus_per_host'\?\)"),
+            ("data.lr=3", r"unknown key 'data.lr' \(did you mean local.lr\?\)"),
         ],
     )
     def test_errors(self, override, message, file):

@@ -4,6 +4,8 @@ import pytest
 import yaml
 
 from cfl_ray.config import Experiment, keys
+from cfl_ray.config.nearest import SYNONYMS
+from cfl_ray.config.part import keys_of
 from cfl_ray.errors import ConfigError
 from cfl_ray.tracking import flatten
 
@@ -77,12 +79,21 @@ def test_a_section_comes_with_those_in_it():
         ("lr", "local.lr"),
         ("schedule.jion", "schedule[].join"),
         ("alhpa", "data.partition.alpha"),
+        ("local.learning_rate", "local.lr"),
+        ("data.num_clients", "data.partition.clients"),
+        ("data.alpha", "data.partition.alpha"),
+        ("cohort.num_clients", "cohort.clients"),
     ],
 )
 def test_an_unknown_key_names_the_nearest(wrong, nearest):
     with pytest.raises(ConfigError) as error:
         keys.find(Experiment, wrong)
     assert str(error.value) == f"unknown key {wrong!r} (did you mean {nearest!r}?)"
+
+
+def test_names_of_the_field_stand_for_keys_that_are_there():
+    known = {".".join(path) for path, _ in keys_of(Experiment)}
+    assert not {*SYNONYMS.values()} - known and not {*SYNONYMS} & known
 
 
 def test_an_unknown_key_that_is_near_to_none():

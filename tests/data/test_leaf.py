@@ -127,10 +127,10 @@ def test_a_name_twice_in_an_object(tmp_path):
 def test_labels_and_users_without_samples_are_told(tmp_path):
     write(tmp_path, "train/a.json", ann=user([0, 2]), bob=user([]))
     images = read(tmp_path)
-    assert images.notes == (f"{tmp_path}/train: read 1 users with 2 samples",)
+    assert images.notes == (f"{tmp_path}/train: read 1 user with 2 samples",)
     labels, empty = images.warnings
     assert "2 of 62 classes have training samples (labels 10, 12)" in labels
-    assert empty == f"{tmp_path}: 1 users without samples are left out, e.g. bob"
+    assert empty == f"{tmp_path}: 1 user without samples is left out, e.g. bob"
     dense = read(tmp_path, labels="dense")
     assert dense.train_y.tolist() == [0, 1] and dense.class_names == ("10", "12") and dense.num_classes == 2
     assert len(dense.warnings) == 1

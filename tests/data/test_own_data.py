@@ -489,7 +489,7 @@ class TestImageFolder:
         (folder / "train" / "clients.csv").write_text("\n".join(["file,client", *lines, "cat/9.png,x"]))
         images = self.read(folder, train_files="train")
         assert images.client.tolist() == ["007", "7", "1e3", "1000", "true", "True"]
-        assert "clients.csv names 1 files that are not read, e.g. cat/9.png" in images.warnings[0]
+        assert "clients.csv names 1 file that is not read, e.g. cat/9.png" in images.warnings[0]
 
 
 class TestDenseLabels:
@@ -717,6 +717,29 @@ def test_keys_of_a_division_that_are_not_used_are_said(with_clients, tmp_path, s
     assert "data.test.max_samples (5) has no effect" in added
     assert ("data.partition.clients (2) has no effect" in added) == (source != "sine")
     assert not any("has no effect" in line for line in lines[0])
+    data = Experiment(protocol="pfllib", data=OF_CLIENTS[source]).data  # keys that the protocol has filled in
+    of_protocol = build(data, 0, tmp_path / "shards", protocol="pfllib").warnings
+    assert not any("has no effect" in line for line in (*of_protocol, *describe(data, 0, protocol="pfllib").warnings))
+
+
+@pytest.mark.parametrize(
+    ("test", "protocol", "is_used"),
+    [
+        ({}, None, False),
+        ({}, "fl_bench", False),
+        ({"pool": True}, "fl_bench", True),
+        ({"view": "all"}, None, True),
+    ],
+)
+def test_test_samples_of_a_function_that_are_not_used_are_said(tmp_path, monkeypatch, test, protocol, is_used):
+    text = "import numpy as np\ndef f():\n    x = np.eye(12, dtype=np.float32)\n    y = np.arange(12) % 2\n"
+    (tmp_path / "own.py").write_text(f"{text}    return {{'x': x, 'y': y, 'x_test': x, 'y_test': y}}\n")
+    monkeypatch.chdir(tmp_path)
+    partition = {"kind": "dirichlet", "clients": 2, "min_samples": 2, "alpha": 9.0}
+    experiment = Experiment(protocol=protocol, data={"source": "own.py:f", "partition": partition, "test": test})
+    for found in (build(experiment.data, 0, tmp_path / "shards"), describe(experiment.data, 0)):
+        lines = [line for line in found.warnings if line.startswith("x_test and y_test of source own.py:f have no")]
+        assert bool(lines) != is_used
 
 
 class TestTime:

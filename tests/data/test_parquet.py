@@ -168,3 +168,11 @@ def test_training_and_test_files_are_kept_apart(tmp_path):
         find(train_files="*.parquet", test_files="*.parquet")
     with pytest.raises(DataError, match="no file matches 'eval-\\*'"):
         find(test_files="eval-*")
+
+
+def test_a_folder_whose_files_have_other_names_says_which_it_has(tmp_path):
+    """As the Hub has them: CONFIG/SPLIT/0000.parquet, or CONFIG/train-00000-of-00001.parquet."""
+    (tmp_path / "default" / "train").mkdir(parents=True)
+    write(tmp_path / "default" / "train" / "0000.parquet")
+    with pytest.raises(DataError, match=rf"in {tmp_path}, which has default/train/0000.parquet; to get it"):
+        locate("images", SOURCE_KINDS.of(source="images", root=str(tmp_path)))

@@ -145,7 +145,7 @@ def test_classes_counts_the_classes_that_exist_in_the_group():
 def test_more_clients_than_samples_is_an_error():
     with pytest.raises(
         DataError,
-        match="2000 clients cannot hold at least 1 samples each of 1003 samples; lower data.partition.clients",
+        match="2000 clients cannot hold at least 1 sample each of 1003 samples; lower data.partition.clients",
     ):
         draw(kind="iid", clients=2000)
 

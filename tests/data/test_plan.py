@@ -39,7 +39,7 @@ def test_fewer_clients_than_groups(planned):
 
 
 def test_partition_errors_name_the_group(planned):
-    with pytest.raises(DataError, match="group 1 of 4: 100 clients cannot hold at least 1 samples each of 80"):
+    with pytest.raises(DataError, match="group 1 of 4: 100 clients cannot hold at least 1 sample each of 80"):
         planned(clients=400, shift={"kind": "pathological"})
 
 

@@ -261,7 +261,7 @@ class Remembers(nn.Module):
         (ByFrequency, FLAT, SGD, "batch statistics would include the samples that fill a batch"),
         (Remembers, FLAT, SGD, "its passes change tensors that they are given"),
         (mlp, FLAT, LocalSGD(), "a batch has all samples of a client"),
-        (mlp, FLAT, LocalSGD(batch_size=40), "a client has 9 samples, less than half of a batch of 40"),
+        (mlp, FLAT, LocalSGD(batch_size=40), "a client has fewer samples than half of a batch of 40"),
     ],
 )
 def test_it_says_what_it_cannot_train(factory, shape, local, reason):

@@ -224,6 +224,14 @@ def test_a_network_that_vmap_does_not_support_is_a_reason(error, reason, monkeyp
     assert choice_of(network, federation, LocalSGD(batch_size=9), Division(1000)).engine == "vectorised"
 
 
+def test_an_engine_that_trains_some_clients_is_not_refused():
+    """`compiled` needs half a batch: clients with less are trained sequentially, and only all of them are a reason."""
+    network, local = Network(mlp(), (36,)), LocalSGD(batch_size=16)
+    assert why_not("compiled", network, uneven([3, 9, 20], (36,)), local) is None
+    wanted = "a client has fewer samples than half of a batch of 16"
+    assert why_not("compiled", network, uneven([1, 3, 5], (36,)), local) == wanted
+
+
 def test_an_engine_that_is_not_the_best_is_not_tried(monkeypatch):
     """A trial under vmap imports `torch.func`, a second of CPU on each host."""
     monkeypatch.setitem(ENGINES, "vectorised", replace(ENGINES["vectorised"], train=pytest.fail))

@@ -54,7 +54,7 @@ def runs(tmp_path_factory):
     return found
 
 
-def test_methods_that_are_not_finished_are_named(runs, tmp_path, capsys):
+def test_methods_that_are_not_finished_are_named(runs, tmp_path, capsys, caplog):
     copied = tmp_path / "runs" / "cut"
     shutil.copytree(runs[1], copied)
     (copied / "local" / "end.json").unlink()
@@ -66,6 +66,9 @@ def test_methods_that_are_not_finished_are_named(runs, tmp_path, capsys):
         assert status == 0 and expected in printed
     _, printed, error = call(capsys, "table", runs[0], copied, "--trust", "--format", "csv")
     assert expected not in printed and expected in " ".join(error.split())
+    with caplog.at_level("WARNING"):
+        cfl_ray.compare_runs([runs[0], copied], trust=True)
+    assert [line for line in caplog.messages if line.startswith("Not finished")] == [expected]
     assert "Not finished" not in call(capsys, "table", *runs[:2])[1]
     message = f"{tmp_path}/runs is a folder above 1 run; name one of them, such as {copied}"
     assert message in " ".join(call(capsys, "table", tmp_path / "runs")[2].split())

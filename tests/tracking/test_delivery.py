@@ -361,7 +361,7 @@ def test_a_run_that_another_process_delivers_is_skipped(sqlite, tmp_path, info, 
     off, on = TrackingConfig(enabled=False), TrackingConfig(uri=sqlite)
     assert deliver_earlier_results(off, tmp_path) == []
     (line,) = deliver_earlier_results(on, tmp_path)
-    assert line == f"Delivered 1 rounds of {run_dir} to MLflow, which was out of reach before."
+    assert line == f"Delivered 1 round of {run_dir} to MLflow, which was out of reach before."
     assert not delivery.lacks(run_dir, "mlflow") and deliver_pending(tmp_path, seconds=120) == {}
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import ray
 
 from cfl_ray.config import RuntimeConfig
-from cfl_ray.errors import ConfigError
+from cfl_ray.errors import ConfigError, counted
 from cfl_ray.setup.setup import Setup
 
 
@@ -38,8 +38,9 @@ def host_count(setup: Setup, resources: dict[str, float], grows: bool = False) -
     for kind, share in shares.items():
         there = resources.get(kind, 0)
         if share and count * share > there + 1e-9 and not grows:
+            need = "needs" if count == 1 else "each need"
             raise ConfigError(
-                f"runtime: {count} hosts with {share:g} {kind} each need {count * share:g} {kind}s, "
+                f"runtime: {counted(count, 'host')} with {share:g} {kind} {need} {count * share:g} {kind}s, "
                 f"the cluster has {there:g}; lower runtime.{kind.lower()}s_per_host or runtime.hosts, or set "
                 "runtime.wait_for_hosts (seconds) where the cluster grows on demand"
             )

@@ -14,7 +14,7 @@ from ray.exceptions import RayError, RayTaskError
 from cfl_ray.core.engine_names import SEQUENTIAL
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine.choice import EngineChoice
-from cfl_ray.errors import RunError, RunStopped
+from cfl_ray.errors import RunError, RunStopped, counted
 from cfl_ray.results.environment import HostEnvironment
 from cfl_ray.runtime.on_ray.connect import as_user_error, may_be_host, short_reason
 from cfl_ray.runtime.on_ray.host_actor import StartedHost, start_host
@@ -259,7 +259,7 @@ class Pool:
         self.had_hosts = True
         if host.added:
             nodes = len({other.node for other in self.ready_now})
-            count = f"{len(self.ready_now)} on {nodes} node{'s' * (nodes > 1)}"
+            count = f"{len(self.ready_now)} on {counted(nodes, 'node')}"
             self.notes.append(f"host {host.number} was added: {count}")
             host.added = False
 
@@ -388,7 +388,7 @@ class Pool:
         self.hosts.remove(host)
         if not self.hosts and not node_lost:
             raise RunError(f"the last client host {why}")
-        self.fault(f"host {host.number} {why}; going on with {len(self.hosts)} hosts")
+        self.fault(f"host {host.number} {why}; going on with {counted(len(self.hosts), 'host')}")
 
     def fault(self, line: str) -> None:
         """Records a fault as a note for the user and as the last fault."""

@@ -15,7 +15,7 @@ from ray.exceptions import ObjectLostError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cfl_ray.data import Federation, open_shards
-from cfl_ray.errors import DataError, RunError
+from cfl_ray.errors import DataError, RunError, counted
 from cfl_ray.results.environment import Environment, described, read_environment
 from cfl_ray.runtime.journal import JoinedShards
 from cfl_ray.runtime.on_ray.connect import as_user_error, short_reason
@@ -113,7 +113,7 @@ class ServerProcess:
         """(Hosts, device, engine, CPU and PyTorch of this run as text, its environment)."""
         nodes, choice = self.pool.nodes(), self.pool.choice
         assert choice is not None
-        place = f"{len(self.pool.hosts)} on {nodes} node{'s' * (nodes > 1)}"
+        place = f"{len(self.pool.hosts)} on {counted(nodes, 'node')}"
         runtime = self.setup.experiment.runtime
         return described(runtime, choice, self.pool.device, self.pool.environments(), place)
 

@@ -99,7 +99,7 @@ def test_host_that_dies_at_every_start_is_given_up(
     meanwhile(kill)
     assert figures(run(slow(runtime={"retries": 2}), watcher=watcher)) == expected
     given_up = [line for line in watcher.lines if "died after 2 restarts" in line]
-    assert len(ended) == 3 and len(given_up) == 1 and "going on with 1 hosts" in given_up[0]
+    assert len(ended) == 3 and len(given_up) == 1 and "going on with 1 host" in given_up[0]
     assert len({pid for pid, _ in logged.read()} - set(ended)) == 1, "the other host did the rest, and none was added"
 
 
