@@ -265,8 +265,9 @@ class Network:
         random_forward:   whether a forward pass in training draws from PyTorch's global generator: dropout of attention
                           and recurrent layers, noise; also dropout that cannot have masks by sample, because the first
                           axis of its inputs is not the batch or the passes differ.
-        batch_statistics: whether outputs, float buffers or gradients depend on the other samples of a batch, as with
-                          BatchNorm, and with gradients of embeddings that are divided by how often a token occurs.
+        batch_statistics: whether outputs, float buffers or gradients depend on the other samples of a batch or their
+                          number, as with BatchNorm, and with gradients of embeddings that are divided by how often a
+                          token occurs.
         side_effect:      reason why only the sequential engine can train the network: its forward pass changes
                           parameters, or buffers in another way than BatchNorm; None if it does not.
         """
@@ -285,7 +286,6 @@ class Network:
         effects = self._effects
         self.batch_statistics = (
             any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.module.modules())
-            or any(getattr(m, "scale_grad_by_freq", False) for m in self.module.modules())
             or not effects.changed.isdisjoint(self.spec.names[self.spec.num_params :])
             or (not effects.changed and self._mixes_samples())
         )
@@ -299,15 +299,35 @@ class Network:
             self.module.register_forward_pre_hook(_with_copies)
 
     def _mixes_samples(self) -> bool:
-        """Whether the outputs of a forward pass in training depend on the other samples of the batch."""
+        """Whether the outputs or gradients of samples in training depend on the others of the batch or their number."""
         if self.random_forward:
             return False
         x = self._others(_TRIAL_BATCHES[1])
         other = x.clone()
         other[-1] = 0
-        with global_generators.kept(), functional_dropout.Recording():
-            outputs, others = (self.module(part)[:-1] for part in (x, other))
-        return not torch.allclose(outputs, others, rtol=1e-3, atol=1e-5, equal_nan=True)
+        with global_generators.kept(), functional_dropout.Recording(), self.dense_gradients():
+            (outputs, gradient), *others = (self._of_first_samples(part.clone()) for part in (x, other, x[:-1]))
+        far = 1e-3 * torch.linalg.vector_norm(gradient) + 1e-6  # false for NaN
+        return any(
+            not torch.allclose(outputs, theirs, rtol=1e-3, atol=1e-5, equal_nan=True)
+            or bool(torch.linalg.vector_norm(gradient - moved) > far)
+            for theirs, moved in others
+        )
+
+    def _of_first_samples(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The outputs of all samples but the last of a trial batch, and the gradient of a weighted sum of them.
+
+        The gradient is empty without a backward pass.
+        """
+        params = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        with torch.enable_grad():
+            outputs = self.module(x)[: _TRIAL_BATCHES[1] - 1]
+            total = (outputs * _samples(len(outputs), self.output_shape, torch.float32)).sum()
+            try:
+                grads = torch.autograd.grad(total, params, allow_unused=True, materialize_grads=True)
+            except (RuntimeError, ValueError):  # its training says why
+                grads = ()
+        return outputs.detach(), torch.cat([torch.zeros(0), *(grad.reshape(-1).float() for grad in grads)])
 
     def _why_only_sequential(self) -> str | None:
         changed = self._effects.changed

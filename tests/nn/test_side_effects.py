@@ -142,6 +142,29 @@ class Centred(nn.Module):
         return self.head((h - h.mean(0)).tanh())
 
 
+class CentredBackward(Centred):
+    """Each gradient depends on the other samples of the batch, and no output does."""
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.head((h + h.mean(0) - h.mean(0).detach()).tanh())
+
+
+class ByNumber(Centred):
+    """Divides by the number of samples."""
+
+    def forward(self, x):
+        return self.head(self.first(x).tanh()) / len(x)
+
+
+class ByFrequency(Centred):
+    """Divides the gradients of functional embeddings by how often a token is in the batch."""
+
+    def forward(self, x):
+        tokens = (x > 0.5).long()
+        return self.head(F.embedding(tokens, self.first.weight.T, scale_grad_by_freq=True).mean(1))
+
+
 class Scaled(nn.Module):
     """A trained number, without axes."""
 
@@ -167,6 +190,9 @@ NETWORKS = {
     FunctionalBatchNorm: None,
     InstanceNorm: None,
     Centred: None,
+    CentredBackward: None,
+    ByNumber: None,
+    ByFrequency: None,
     Scaled: None,
 }
 SIZES = {"equal batches": [8, 8, 8], "unequal batches": [11, 7, 3], "full batches": [3, 3]}
@@ -220,11 +246,12 @@ def test_a_model_answers_the_same_whatever_was_trained_before(factory):
 
 
 def test_statistics_of_a_batch_are_seen():
-    mixing = {Average, AverageReplaced, FunctionalBatchNorm, InstanceNorm, Centred}
+    mixing = {Average, AverageReplaced, FunctionalBatchNorm, InstanceNorm}
+    mixing |= {Centred, CentredBackward, ByNumber, ByFrequency}
     for factory in NETWORKS:
         assert Network(factory, (INPUTS,)).batch_statistics == (factory in mixing), factory
     reason = "batch statistics need batches of one size and equal steps"
-    for factory in (FunctionalBatchNorm, InstanceNorm, Centred, Average):
+    for factory in mixing - {AverageReplaced}:
         network = Network(factory, (INPUTS,))
         assert vectorised.why_not(network, tasks_of(network, SIZES["unequal batches"], LOCAL)) == reason
 
