@@ -233,7 +233,7 @@ def _returned(program: ClientProgram, hook: str, device: torch.device, *argument
 
 
 def _shapes_hint(gradient: Gradient, w: Tensor, held: Held, number: Any) -> str:
-    """What to do about shapes that differ in `step`, if the clients of a vmap batch hold single numbers."""
+    """The remedy for shapes that differ in `step`, if the clients of a vmap batch hold single numbers."""
     name = next((name for name, value in held.items() if w.ndim > 1 and value.shape == w.shape[:1]), None)
     if name is None:
         return ""
