@@ -147,14 +147,7 @@ def table(
 
     metrics = metric or []
     _check_tables(style, of_round, test, correction)
-    if p_values and style != "latex":
-        raise ConfigError(f"--p-values is an option of --format latex, got --format {style}, which has the column p")
-    if (classes and confusion) or ((classes or confusion) and metrics):
-        raise ConfigError("--classes, --confusion and --metric are different tables; give one of them")
-    if against is not None and (style == "latex" or classes or confusion):
-        raise ConfigError("--against is of the column p of a table of metrics as md, csv or html")
-    if p_values and (classes or confusion):
-        raise ConfigError("--p-values is of a table of metrics, not of --classes or --confusion")
+    _check_together(style, metrics, against, p_values, classes, confusion)
     if best_trials and len(run_dirs) > 1:
         raise ConfigError("--best-trials is of a single sweep; name one folder")
     for run_dir in run_dirs:
@@ -201,6 +194,20 @@ def _check_tables(style: str, of_round: str, test: str, correction: str) -> None
     ):
         if value not in known:
             raise ConfigError(f"{option} must be one of {', '.join(known)}, got {value!r}")
+
+
+def _check_together(
+    style: str, metrics: list[str], against: str | None, p_values: bool, classes: bool, confusion: bool
+) -> None:
+    """Raises ConfigError for options of `table` that exclude each other."""
+    if p_values and style != "latex":
+        raise ConfigError(f"--p-values is an option of --format latex, got --format {style}, which has the column p")
+    if (classes and confusion) or ((classes or confusion) and metrics):
+        raise ConfigError("--classes, --confusion and --metric are different tables; give one of them")
+    if against is not None and (style == "latex" or classes or confusion):
+        raise ConfigError("--against is of the column p of a table of metrics as md, csv or html")
+    if p_values and (classes or confusion):
+        raise ConfigError("--p-values is of a table of metrics, not of --classes or --confusion")
 
 
 def _print_table(

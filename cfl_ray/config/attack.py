@@ -59,7 +59,7 @@ class PluginAttackConfig(PluginConfig, AttackersConfig):
 ATTACK_KINDS = Kinds[AttackConfig](
     "attack",
     {
-        "none": BuiltinKind("all clients are honest", AttackConfig, "engine.attack:Forgery"),
+        "none": BuiltinKind("all clients are honest", AttackConfig, "engine.attack:AttackKind"),
         "label_flip": BuiltinKind("y -> C - 1 - y", LabelFlipConfig, "engine.attack:LabelFlip"),
         "sign_flip": BuiltinKind("w - scale (W - w)", ScaledConfig, "engine.attack:SignFlip"),
         "scaled": BuiltinKind("w + scale (W - w)", ScaledConfig, "engine.attack:Scaled"),

@@ -26,8 +26,8 @@ UPLOAD = ("upload_P", "start_P", "draw")  # arguments of a user's attack
 
 
 @dataclass(frozen=True)
-class Forgery:
-    """A kind of attack, of `ATTACK_KINDS`: by default none. Its fields are keys of its section."""
+class AttackKind:
+    """A kind of attack in `ATTACK_KINDS`, whose fields are keys of its section; this one changes nothing."""
 
     def labels(self, client: int, y: Tensor, classes: int, address: Address) -> Tensor:
         """The labels (n,) that an attacker trains on."""
@@ -39,7 +39,7 @@ class Forgery:
 
 
 @dataclass(frozen=True)
-class LabelFlip(Forgery):
+class LabelFlip(AttackKind):
     """The labels in reverse order."""
 
     def labels(self, client: int, y: Tensor, classes: int, address: Address) -> Tensor:
@@ -47,7 +47,7 @@ class LabelFlip(Forgery):
 
 
 @dataclass(frozen=True)
-class SignFlip(Forgery):
+class SignFlip(AttackKind):
     """The update in the other direction."""
 
     scale: float = 1.0
@@ -57,7 +57,7 @@ class SignFlip(Forgery):
 
 
 @dataclass(frozen=True)
-class Scaled(Forgery):
+class Scaled(AttackKind):
     """A multiple of the update."""
 
     scale: float = 1.0
@@ -67,7 +67,7 @@ class Scaled(Forgery):
 
 
 @dataclass(frozen=True)
-class Gaussian(Forgery):
+class Gaussian(AttackKind):
     """Noise in place of the update."""
 
     sigma: float = 1.0
@@ -78,7 +78,7 @@ class Gaussian(Forgery):
 
 
 @dataclass(frozen=True)
-class Colluders(Forgery):
+class Colluders(AttackKind):
     """An update as long as the honest one, in the direction of all attackers of the round."""
 
     scale: float = 1.0
@@ -90,7 +90,7 @@ class Colluders(Forgery):
 
 
 @dataclass(frozen=True)
-class OwnAttack(Forgery):
+class OwnAttack(AttackKind):
     """A user's attack.
 
     plugin: a function f(upload_P, start_P, draw), or an object with a method `upload` of this signature, a method
@@ -134,7 +134,7 @@ class OwnAttack(Forgery):
 class Attack:
     """The attacking clients, their attack, and its first round. The default is no attack."""
 
-    kind: Forgery = Forgery()
+    kind: AttackKind = AttackKind()
     clients: frozenset[int] = frozenset()
     from_round: int = 1
 

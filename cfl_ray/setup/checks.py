@@ -24,7 +24,7 @@ from cfl_ray.core.tasks import TARGETS, Task
 from cfl_ray.core.work import Address
 from cfl_ray.data.federation import DataShape, Federation
 from cfl_ray.engine import choice
-from cfl_ray.engine.attack import Attack, Forgery, OwnAttack
+from cfl_ray.engine.attack import Attack, AttackKind, OwnAttack
 from cfl_ray.engine.engines import SEQUENTIAL
 from cfl_ray.errors import ConfigError, RunError, counted, did_you_mean
 from cfl_ray.models import ModelRecipe
@@ -101,7 +101,7 @@ def try_plugins(setup: Setup) -> None:
     try_metrics(setup.task, shape)
     for method in setup.methods.values():
         try_aggregation(method.aggregation_rule, setup.division.cohort)
-    try_attack(setup.forgery, setup.recipe, shape)
+    try_attack(setup.attack_kind, setup.recipe, shape)
     try_availability(setup.availability, num_clients)
 
 
@@ -326,7 +326,7 @@ def try_aggregation(rule: AggregationRule, results: int) -> None:
             try_rule(_copy(rule), min(results, _MOST_RESULTS))
 
 
-def try_attack(kind: Forgery, recipe: ModelRecipe, shape: DataShape) -> None:
+def try_attack(kind: AttackKind, recipe: ModelRecipe, shape: DataShape) -> None:
     """Calls a plugin attack with an upload as long as the model, and two labels of every class."""
     if not isinstance(kind, OwnAttack):
         return

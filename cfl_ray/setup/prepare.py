@@ -20,7 +20,7 @@ from cfl_ray.core.tasks import Task, resolve_task
 from cfl_ray.data.changes import ChangingFederation
 from cfl_ray.data.federation import Federation
 from cfl_ray.data.split import with_validation
-from cfl_ray.engine.attack import UPLOAD, Forgery, check_own
+from cfl_ray.engine.attack import UPLOAD, AttackKind, check_own
 from cfl_ray.errors import ConfigError
 from cfl_ray.methods import resolve
 from cfl_ray.nn.network import template_of
@@ -85,7 +85,7 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
     shape, recipe = federation.shape, _recipe_of(experiment, federation)
     task.check(shape.outputs, shape.target_shape)
     availability = availability_of(experiment.cohort.availability, federation.num_clients, experiment.seed)
-    forgery = _forgery_of(experiment.attack)
+    attack_kind = _attack_kind_of(experiment.attack)
     clock = asynchrony = None
     if isinstance(experiment.clock, RunningClockConfig):
         clock = clock_of(experiment.clock, federation.num_clients, experiment.seed)
@@ -102,7 +102,7 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
         task=task,
         local=local,
         own_local=own_local,
-        forgery=forgery,
+        attack_kind=attack_kind,
         frozen=frozen,
         clock=clock,
         asynchrony=asynchrony,
@@ -140,9 +140,9 @@ def _recipe_of(experiment: Experiment, federation: Federation) -> models.ModelRe
     )
 
 
-def _forgery_of(given: AttackConfig) -> Forgery:
+def _attack_kind_of(given: AttackConfig) -> AttackKind:
     """The attack of the section. Raises ConfigError if a plugin is not an attack."""
-    kind: Callable[..., Forgery] = ATTACK_KINDS.code_of(given)
+    kind: Callable[..., AttackKind] = ATTACK_KINDS.code_of(given)
     if not isinstance(given, PluginAttackConfig):
         return kind(**{item.name: getattr(given, item.name) for item in fields(kind)})  # type: ignore[arg-type]
     made = with_options(ATTACK_KINDS.resolve(given.kind), given.options, "attack", UPLOAD)

@@ -20,7 +20,7 @@ from cfl_ray.core.rng import stream
 from cfl_ray.core.secure_aggregation import SecureAggregation
 from cfl_ray.core.tasks import CLASSIFICATION, Task
 from cfl_ray.data.federation import Federation
-from cfl_ray.engine.attack import Attack, Forgery
+from cfl_ray.engine.attack import Attack, AttackKind
 from cfl_ray.engine.engines import Division
 from cfl_ray.engine.worker import Worker
 from cfl_ray.errors import ConfigError
@@ -51,7 +51,7 @@ class Setup:
     task: Task = CLASSIFICATION  # with all metrics that are measured
     local: LocalSGD = LocalSGD()  # of methods without own settings
     own_local: Mapping[str, LocalSGD] = field(default_factory=dict)  # of methods with own settings, by label
-    forgery: Forgery = Forgery()  # the kind of attack, ready for use
+    attack_kind: AttackKind = AttackKind()
     privacy: Mapping[str, PrivacyPlan] = field(default_factory=dict)  # by label; empty: not private
     # by label: the account of samples after all rounds, if clients take part in every round; empty: none
     examples: Mapping[str, ExampleAccount] = field(default_factory=dict)
@@ -132,4 +132,4 @@ class Setup:
         draw = stream(self.experiment.seed, 0, 0, -1, "attackers")
         drawn = draw.choice(total, count_of(wanted.fraction, total), replace=False).tolist()
         clients = frozenset(drawn if wanted.clients is None else wanted.clients)
-        return Attack(self.forgery, clients, wanted.from_round)
+        return Attack(self.attack_kind, clients, wanted.from_round)

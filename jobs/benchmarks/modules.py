@@ -71,7 +71,7 @@ PEERS = (
 
 @dataclass
 class Case:
-    """What is known of a network."""
+    """The figures of one network, by system."""
 
     work: Workload
     chosen: str = ""  # the engine of `runtime.engine: auto`

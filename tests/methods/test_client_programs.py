@@ -503,7 +503,7 @@ class TestUploads:
 
 
 def test_a_program_sees_its_class_attributes_not_names_of_engines():
-    """What an engine asks of a program is in `needs`; hooks that are not overridden need nothing."""
+    """Engines ask a program for its `needs`; hooks that are not overridden need nothing."""
     assert ClientProgram().needs == set()
     assert {need.name for need in OwnHead(0.1).needs} == {"STEP"}
     assert {need.name for need in ClientProgram(trace=2).needs} == {"TRACE"}
