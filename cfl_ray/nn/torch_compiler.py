@@ -1,7 +1,7 @@
 """The only module that uses PyTorch's compiler and the loader of what it made: `torch._inductor` and `torch._C._aoti`.
 
 PyTorch documents the compiler (AOTInductor) under its private name, as a prototype; no public loader leaves
-the compiler out. Tried with 2.13 and 2.15; with a release that lacks a name that is used here, `why_not` or the
+the compiler out. Tried with 2.11, 2.13 and 2.15; with a release that lacks a name that is used here, `why_not` or the
 compiling process says so, and other engines train.
 
 As a program, `python -m cfl_ray.nn.torch_compiler PATH PARENT`, it compiles the recording in its standard input: the
@@ -30,6 +30,7 @@ from cfl_ray.system.cpu import instruction_set
 
 _ATEN = torch.ops.aten
 _COMPILERS = ("g++", "clang++", "c++")  # in which PyTorch looks, after CXX
+_WITH_TARGET = "2.13"  # a release of PyTorch whose compiler can be told a target
 # Instructions of an x86 CPU as PyTorch reports them: the target of the C++ compiler, and the bits of a vector.
 _TARGETS = {"AVX512": ("x86-64-v4", 512), "AVX2": ("x86-64-v3", 256), "DEFAULT": ("x86-64-v2", 1)}
 
@@ -58,11 +59,13 @@ def settings() -> dict[str, object]:
     """Settings of PyTorch's compiler: one thread, as hosts have, and draws from PyTorch's generator, as without it.
 
     On an x86 CPU the program has the instructions that PyTorch uses, not all of the CPU, so that machines whose
-    PyTorch computes the same have the same program.
+    PyTorch computes the same have the same program. Releases that cannot be told a target take all of the CPU.
     """
     given: dict[str, object] = {"cpp.threads": 1, "fallback_random": True}
     if platform.machine() in ("x86_64", "AMD64") and (target := _TARGETS.get(instruction_set())):
-        given |= {"cpp.march": target[0], "cpp.simdlen": target[1]}
+        given["cpp.simdlen"] = target[1]
+        if torch.__version__ >= _WITH_TARGET:
+            given["cpp.march"] = target[0]
     return given
 
 
