@@ -24,7 +24,6 @@ from cfl_ray.system.files import SHARED, drafted
 from cfl_ray.tracking.record import mbit, mean_of_runs, virtual_seconds
 
 FORMATS = ("pdf", "svg")
-COLUMN_INCHES = 3.3  # 84 mm, a column of most two-column papers
 X_AXES: Mapping[str, XAxis] = {"round": round_of, "mbit": mbit, "virtual_seconds": virtual_seconds}
 _LOOK: Any = {
     "font.size": 8,

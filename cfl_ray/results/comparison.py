@@ -204,11 +204,6 @@ def experiments_of(runs: Sequence[FoundRun]) -> list[tuple[str, list[FoundRun]]]
     return list(zip(names, groups.values(), strict=True))
 
 
-def numbers_of(experiments: Sequence[tuple[str, Sequence[FoundRun]]], round: str = "kept") -> RunMetrics:
-    """The metrics of the runs of these experiments, as `results_of`. round: as in `compare_runs`."""
-    return metrics_by_run(results_of(experiments), round)
-
-
 def results_of(experiments: Sequence[tuple[str, Sequence[FoundRun]]]) -> RunResults:
     """The results of the runs of these experiments.
 
@@ -309,15 +304,15 @@ def runs_frame(run_metrics: RunMetrics) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=None if rows else ["setting", "method", "seed"])
 
 
-def read_study(folder: str | Path, only: Collection[Path] | None = None, round: str = "kept") -> RunMetrics:
-    """The metrics of the finished runs of a study, of the last evaluation and of the whole run, read from its folder.
+def read_study(folder: str | Path, only: Collection[Path] | None = None) -> RunMetrics:
+    """The metrics of the finished runs of a study, of the kept round and of the whole run, read from its folder.
 
-    only: folders of the runs to read; None: all. round: as in `compare_runs`. Raises DataError for a finished run whose
-    method or metrics are missing or damaged.
+    only: folders of the runs to read; None: all. Raises DataError for a finished run whose method or metrics are
+    missing or damaged.
     """
     run_metrics: RunMetrics = {}
     for setting, method, seed, result in _results_in(folder, only):
-        run_metrics.setdefault((setting, method), {})[seed] = values_of(result, round)
+        run_metrics.setdefault((setting, method), {})[seed] = values_of(result)
     return run_metrics
 
 

@@ -15,6 +15,7 @@ from cfl_ray.config.study import load_study
 from cfl_ray.core.diagnostics import CLIENTS, CLUSTERS, MIXTURE_WEIGHTS
 from cfl_ray.core.reported import Diagnostic
 from cfl_ray.errors import FOREIGN, ConfigError, DataError, class_and_text, command, counted
+from cfl_ray.errors.redaction import redact
 from cfl_ray.methods import full_label
 from cfl_ray.report.drawing import listed
 from cfl_ray.report.ranks import ranks_of
@@ -28,7 +29,7 @@ from cfl_ray.results.study_folder import is_finished
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.setup.criterion import Criterion
 from cfl_ray.system.files import SHARED, write_text
-from cfl_ray.tracking import flatten, read_info, redact
+from cfl_ray.tracking import flatten, read_info
 from cfl_ray.tracking.record import (
     BEST_ROUND,
     LABEL_COUNTS,
@@ -129,7 +130,7 @@ def report_at_the_end(folder: Path, runs: Callable[[], Sequence[FoundRun]], warn
 def report_of(runs: Sequence[FoundRun], comparisons: Sequence[Comparison] = (), paper: str = "") -> Report:
     """The data of the page. Runs of a setting of a study, or that differ only in the seed, form an experiment."""
     groups = comparison.experiments_of(runs)
-    run_metrics = comparison.numbers_of(groups)
+    run_metrics = comparison.metrics_by_run(comparison.results_of(groups))
     experiments = [_experiment(name, group) for name, group in groups]
     scores = [experiment.score for experiment in experiments if experiment.methods]
     metrics = _columns(run_metrics, scores, [result for run in runs for result in run.methods.values()])

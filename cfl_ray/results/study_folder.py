@@ -7,7 +7,7 @@ from typing import Any
 
 from cfl_ray.config.study import load_study
 from cfl_ray.run_directory import File, RunDirectory
-from cfl_ray.tracking import read_end
+from cfl_ray.tracking import read_end, read_info
 
 
 def run_folders(study: str | Path, containing: File = RunDirectory.config) -> list[tuple[str, str, Path]]:
@@ -61,8 +61,14 @@ def _position(name: str, names: list[str]) -> int:
 def begun_runs(study: Path) -> list[Path]:
     """The folders of a study's runs that have recorded a round."""
     folders = sorted(RunDirectory(study).run_folders())
-    logs = ((run, run.glob(f"*/{RunDirectory.metrics.name}")) for run in folders)
+    logs = ((run, RunDirectory(run).of_methods(RunDirectory.metrics)) for run in folders)
     return [run for run, files in logs if any(file.stat().st_size for file in files)]
+
+
+def begun_methods(run: Path) -> list[Path]:
+    """The folders of a run's methods that have begun, in the order in which they did. Runs no code of the config."""
+    folders = [file.parent for file in RunDirectory(run).of_methods(RunDirectory.info)]
+    return sorted(folders, key=lambda folder: read_info(folder).time_ms)
 
 
 def is_finished(run: Path) -> bool:
