@@ -77,7 +77,7 @@ def status(run_dir: Path) -> RunStatus:
     label = answer.get("method") or next(reversed(methods), None)
     if live and label and methods.get(label) != "finished":
         methods[label] = "at work"
-    waiting = max(0, len(methods_in({"methods": experiment.methods})) - len(methods))
+    waiting = max(0, len(methods_in(experiment.methods)) - len(methods))
     all_finished = not waiting and set(methods.values()) <= {"finished"}
     # a run may be killed between the end of its last method and its own
     state = "live" if live else "finished" if all_finished and is_finished(run_dir) else _ended(run_dir)
