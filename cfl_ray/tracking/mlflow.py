@@ -159,10 +159,10 @@ class MlflowRun:
         sent: files that have arrived, with their digests. keep: called with the name and the digest of each that does.
         """
         _refuse_links(artifacts)
-        tags = {"ended": end.reason, "kept_round": str(end.kept or "")}
+        tags = {name: str(remark) for name, remark in end.remarks.items()}
         if self._is_comparison:
             tags |= self._description(end.summary.metrics, artifacts)
-        self.log([end.summary], {name: text for name, text in tags.items() if text})
+        self.log([end.summary], tags)
         files = {path.relative_to(artifacts).as_posix(): path for path in sorted(artifacts.rglob("*"))}
         for name, path in files.items():
             if path.is_file() and (digest := sha256(path)) != sent.get(name):

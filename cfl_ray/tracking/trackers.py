@@ -21,11 +21,6 @@ from cfl_ray.tracking.record import ROUND_METRICS, RoundRecord, RunEnd, RunInfo
 _WANDB_BYTES = 65536  # more than W&B writes at a time
 
 
-def _texts_of(end: RunEnd) -> dict[str, str | int]:
-    """Why `stopping` ended the run, and the round whose models are kept, as far as they apply."""
-    return {name: value for name, value in (("ended", end.reason), ("kept_round", end.kept)) if value}
-
-
 class Wandb:
     """Runs of Weights & Biases, offline by default (`mode`); `wandb sync` uploads them."""
 
@@ -63,7 +58,7 @@ class Wandb:
             return
         if end is not None:
             self._check_disk()
-            self.run.summary.update(dict(end.summary.metrics) | _texts_of(end))
+            self.run.summary.update(dict(end.summary.metrics) | end.remarks)
         self.run.finish(exit_code=0 if end is not None and end.status == "FINISHED" else 1)
 
     def _check_disk(self) -> None:
@@ -106,7 +101,7 @@ class Tensorboard:
             return
         if end is not None:
             self._add(end.summary)
-            for name, text in _texts_of(end).items():
+            for name, text in end.remarks.items():
                 self.writer.add_text(name, str(text), end.summary.round, walltime=end.summary.time_ms / 1000)
         self.writer.close()
 
