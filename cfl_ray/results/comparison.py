@@ -23,7 +23,7 @@ from cfl_ray.errors import ConfigError, did_you_mean
 from cfl_ray.errors.redaction import redact
 from cfl_ray.methods import full_label
 from cfl_ray.report.drawing import tested_in_words, with_spread
-from cfl_ray.report.report_data import Comparison
+from cfl_ray.report.report_data import Comparison, mean_and_std
 from cfl_ray.results.kept_code import versions_in_words
 from cfl_ray.results.published import PublishedNumber, PublishedTables
 from cfl_ray.results.recorded_runs import (
@@ -462,8 +462,7 @@ def _row(key: tuple[str, str], of_seeds: dict[int, dict[str, float]], chosen: li
     row: list[Any] = [*key, len(of_seeds)]
     for name in chosen:
         values = np.array([values.get(name, np.nan) for values in of_seeds.values()])
-        with np.errstate(invalid="ignore"):  # infinite values have no spread
-            row += [float(values.mean()), float(values.std(ddof=1)) if len(values) > 1 else np.nan]
+        row += mean_and_std(values)
     return row
 
 
@@ -689,14 +688,15 @@ def _compared(
     table: str, row: str, column: str, number: PublishedNumber, of_seeds: Mapping[int, MethodResult]
 ) -> Comparison:
     ours = number.scale * np.array([values_of(result).get(number.metric, math.nan) for result in of_seeds.values()])
+    mean, std = mean_and_std(ours)
     return Comparison(
         table=table,
         row=row,
         column=column,
         metric=number.metric,
         unit=number.unit,
-        ours=float(ours.mean()),
-        ours_std=float(ours.std(ddof=1)) if len(ours) > 1 else math.nan,
+        ours=mean,
+        ours_std=std,
         seeds=len(ours),
         published=math.nan if number.mean is None else number.mean,
         published_std=math.nan if number.std is None else number.std,
