@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from cfl_ray.data.arrays import DENSE, label_warnings
+from cfl_ray.data.array_checks import DENSE, label_warnings
 from cfl_ray.data.data_set import DataSet, Progress
 from cfl_ray.data.reading import reading
 from cfl_ray.data.tables import numbered

@@ -35,7 +35,7 @@ from cfl_ray.config.data import (
 )
 from cfl_ray.core.rng import stream
 from cfl_ray.data import image_files, leaf, tables
-from cfl_ray.data.arrays import DENSE, label_warnings
+from cfl_ray.data.array_checks import DENSE, label_warnings
 from cfl_ray.data.data_set import DataSet, Progress, Source, find, roots
 from cfl_ray.data.hf_disk import saved_dataset
 from cfl_ray.data.raw_files import RawFiles

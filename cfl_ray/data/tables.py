@@ -20,7 +20,7 @@ from PIL import Image
 from cfl_ray.config import ColumnsConfig
 from cfl_ray.core.tasks import TARGETS
 from cfl_ray.data import hf_disk
-from cfl_ray.data.arrays import (
+from cfl_ray.data.array_checks import (
     DENSE,
     copied_tokens,
     dense_labels,
