@@ -90,7 +90,7 @@ class Tensorboard:
 
     def log(self, record: RoundRecord) -> None:
         if self.writer is None:  # made for the first record, since the parent of a comparison has no records
-            _hide_tracebacks_of("tensorboard")
+            _hide_tracebacks_of_tensorboard()
             # for a resumed run, TensorBoard drops the events after the last delivered round
             self.writer = self.make(str(self.path), purge_step=self.after + 1 if self.after else None)
         self._add(record)
@@ -110,17 +110,17 @@ class Tensorboard:
             self.writer.add_scalar(name, value, record.round, walltime=record.time_ms / 1000)
 
 
-def _hide_tracebacks_of(package: str) -> None:
-    """From now on, errors that end threads of a package, which reports them to the caller too, are not printed."""
+def _hide_tracebacks_of_tensorboard() -> None:
+    """From now on, errors that end TensorBoard's threads, which it reports to the caller too, are not printed."""
     shown = threading.excepthook
-    if package in getattr(shown, "hidden", ()):
+    if getattr(shown, "hides_tensorboard", False):
         return
 
     def show(error: threading.ExceptHookArgs) -> None:
-        if type(error.thread).__module__.partition(".")[0] != package:
+        if type(error.thread).__module__.partition(".")[0] != "tensorboard":
             shown(error)
 
-    show.hidden = {package}  # type: ignore[attr-defined]
+    show.hides_tensorboard = True  # type: ignore[attr-defined]
     threading.excepthook = show
 
 
