@@ -15,7 +15,8 @@ from cfl_ray.errors import ConfigError, command
 
 if TYPE_CHECKING:
     from cfl_ray.report.report_data import ReportedExperiment
-    from cfl_ray.results.comparison import ClientScores, RunMetrics
+    from cfl_ray.results.client_scores import ClientScores
+    from cfl_ray.results.comparison import RunMetrics
 
 
 def status(

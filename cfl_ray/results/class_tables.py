@@ -10,7 +10,8 @@ import numpy as np
 
 from cfl_ray.errors import ConfigError
 from cfl_ray.report.report_data import ALL_CLIENTS, RecordedConfusion, accuracy_of_classes, mean_and_std
-from cfl_ray.results.comparison import RunResults, formatted, mean_and_spread
+from cfl_ray.results.client_scores import RunResults
+from cfl_ray.results.comparison import formatted, mean_and_spread
 from cfl_ray.results.latex_table import as_table, escaped
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ import numpy as np
 
 from cfl_ray.report.drawing import p_in_words
 from cfl_ray.report.report_data import mean_and_std
+from cfl_ray.results.client_scores import ClientScores
 from cfl_ray.results.comparison import (
-    ClientScores,
     RunMetrics,
     chosen_metrics,
     is_dense,

@@ -20,7 +20,7 @@ from cfl_ray.methods import full_label
 from cfl_ray.report.drawing import listed
 from cfl_ray.report.ranks import ranks_of
 from cfl_ray.report.report_data import Comparison, MethodRun, PerClient, RecordedMatrix, Report, ReportedExperiment
-from cfl_ray.results import comparison
+from cfl_ray.results import comparison, published_comparison
 from cfl_ray.results.arrow_log import read_client_metrics, read_reassignments
 from cfl_ray.results.published import load_published
 from cfl_ray.results.recorded_runs import FoundRun, find_runs, recorded_methods, say_code
@@ -83,7 +83,7 @@ def report_page(
     say_code(runs, _logger.warning)
     if against is not None:
         published = load_published(against)
-        return _page(runs, comparison.compare_with(runs, published, column), published.paper.reference)
+        return _page(runs, published_comparison.compare_with(runs, published, column), published.paper.reference)
     return _page(runs, *(_published_of(Path(paths[0]), runs) if len(paths) == 1 else ((), "")))
 
 
@@ -105,10 +105,10 @@ def _published_of(
     if file is None or not Path(file).is_file():
         return (), ""
     published = load_published(file)
-    if unknown := comparison.unknown_metric(runs, published):
+    if unknown := published_comparison.unknown_metric(runs, published):
         warn(f"the report has no published numbers: {file}: {unknown}")
     try:
-        return comparison.compare_with(runs, published), published.paper.reference
+        return published_comparison.compare_with(runs, published), published.paper.reference
     except ConfigError:
         return (), ""
 
