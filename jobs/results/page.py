@@ -43,9 +43,12 @@ FIGURE = "images/results.svg"  # below docs
 OWN = {  # paper: its own methods
     "autocfl": ("autocfl",),
     "cam": ("ifca_cam", "fesem_cam"),
+    "clove": ("clove",),
     "fedac": ("fedac",),
     "fedclust": ("fedclust",),
     "fedem": ("fedem",),
+    "moon": ("moon",),
+    "scaffold": ("scaffold",),
     "stocfl": ("stocfl", "stocfl_chain"),
 }
 TITLES = {"fedclust": "FedClust", "fedac": "FedAC", "stocfl": "StoCFL", "autocfl": "AutoCFL", "cam": "CAM"}
@@ -62,7 +65,17 @@ _VALUES: tuple[Callable[[Compared], float], ...] = (  # published, here, here by
     lambda cell: cell.here or 0.0,
     lambda cell: float(cell.runs["accuracy"].mean()) * 100,
 )
-_COLOURS = dict(zip(OWN, ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#8c564b", "#e69f00"), strict=True))
+_COLOURS = {
+    "autocfl": "#1f77b4",
+    "cam": "#d62728",
+    "clove": "#17becf",
+    "fedac": "#2ca02c",
+    "fedclust": "#9467bd",
+    "fedem": "#8c564b",
+    "moon": "#7f7f7f",
+    "scaffold": "#bcbd22",
+    "stocfl": "#e69f00",
+}
 _LINES = ((0, 0, 100, 100, ""), (2, 0, 100, 98, "3"), (0, 2, 98, 100, "3"), (0, 0, 100, 0, ""), (0, 0, 0, 100, ""))
 _Pair = tuple[Compared, list[Compared]]  # a cell of a paper's own method and those of its rivals
 _ENDS = ("accuracy_low", "accuracy_high")  # least and greatest of the last quarter of the rounds
