@@ -475,10 +475,12 @@ def scatter(cells: list[Compared]) -> str:
         parts.append(f'<text x="{x(0) - 6}" y="{y(tick) + 4}" text-anchor="end">{tick}</text>')
     parts.append(f'<text x="{x(50)}" y="{y(0) + 32}" text-anchor="middle">published accuracy, F1 (%)</text>')
     parts.append(f'<text transform="translate(12 {y(50)}) rotate(-90)" text-anchor="middle">here (%)</text>')
-    for place, (paper, colour) in enumerate(_COLOURS.items()):
+    shown = [cell for cell in cells if cell.is_run and cell.number.unit == "percent" and cell.here is not None]
+    for place, paper in enumerate(dict.fromkeys(cell.paper for cell in shown)):
+        colour = _COLOURS[paper]
         parts.append(f'<text x="{x(3)}" y="{y(96) + 16 * place}" fill="{colour}">{paper}</text>')
-        for cell in cells:
-            if cell.paper == paper and cell.is_run and cell.number.unit == "percent" and cell.here is not None:
+        for cell in shown:
+            if cell.paper == paper:
                 fill = colour if cell.is_unchanged else "none"
                 at = f'cx="{x(cell.number.mean):.1f}" cy="{y(cell.here):.1f}"'
                 parts.append(f'<circle {at} r="3.5" fill="{fill}" stroke="{colour}"/>')

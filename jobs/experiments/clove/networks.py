@@ -4,7 +4,10 @@ from torch import nn
 
 
 def cifar10(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-    """Four 3x3 convolutions with BatchNorm and pooling, and three linear layers with dropout: 4,182,794 parameters."""
+    """Four 3x3 convolutions with BatchNorm and pooling, and three linear layers with dropout.
+
+    4,181,002 parameters on 3x32x32.
+    """
     depth, layers = input_shape[0], []
     for channels in (64, 128, 256, 512):
         layers += [nn.Conv2d(depth, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.ReLU(), nn.MaxPool2d(2)]

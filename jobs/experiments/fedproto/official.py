@@ -7,16 +7,20 @@ from torch import nn
 def ways(
     labels: np.ndarray, clients: int, draw: np.random.Generator, n: int = 3, spread: int = 2, shots: int = 100
 ) -> list[np.ndarray]:
-    """Each client's samples: between max(2, n - spread) and n + spread random labels, `shots` samples of each."""
+    """Each client's samples: between max(2, n - spread) and n + spread random labels, `shots` samples of each.
+
+    Of a label with fewer samples than that, its clients have equal shares.
+    """
     kinds = np.unique(labels)
-    left = {kind: draw.permutation(np.flatnonzero(labels == kind)) for kind in kinds}
     numbers = draw.integers(max(2, n - spread), min(len(kinds), n + spread) + 1, clients)
-    parts = []
-    for number in numbers:
-        own = draw.choice(kinds, number, replace=False)
-        parts.append(np.concatenate([left[kind][:shots] for kind in own]))
-        left |= {kind: left[kind][shots:] for kind in own}
-    return parts
+    owned = [draw.choice(kinds, number, replace=False) for number in numbers]
+    parts: list[list[np.ndarray]] = [[] for _ in range(clients)]
+    for kind in kinds:
+        owners = [part for part, own in zip(parts, owned, strict=True) if kind in own]
+        positions = draw.permutation(np.flatnonzero(labels == kind))[: shots * len(owners)]
+        for part, share in zip(owners, np.array_split(positions, max(len(owners), 1))):
+            part.append(share)
+    return [np.concatenate(part) for part in parts]
 
 
 def mnist_cnn(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
