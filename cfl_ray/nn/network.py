@@ -120,8 +120,8 @@ class Network:
     seed:         of the run: frozen parameters are those of the first model under it.
     template:     a module of the factory with these frozen parameters; the network's module is a copy that shares their
                   memory. None: the factory builds the module.
-    key:          equal for networks whose modules differ by their weights alone: a process makes the trial passes of
-                  the first one on a device, as others would find the same. None: made for this network.
+    key:          equal for networks whose modules differ by their weights alone: a process makes the trial passes and
+                  the graph of the first one on a device, as others would have the same. None: of each network.
 
     Attributes on the layout of images in memory:
 
@@ -147,8 +147,8 @@ class Network:
         self.factory, self.input_shape, self.device = factory, tuple(input_shape), device_of(device)
         self.dtype, self.precision = dtype, precision
         self.memory = DeviceMemory(self.device, memory_share)
-        key = None if key is None else (key, self.device.type)
-        attributes, sample_shapes = _TRIALS.get(key, ({}, {}))
+        self.key = None if key is None else (key, self.device.type)
+        attributes, sample_shapes = _TRIALS.get(self.key, ({}, {}))
         self._kept = frozenset[str]()  # dropout layers that are not replaced
         self.inexact = frozenset[str]()
         vars(self).update(attributes)
@@ -201,9 +201,9 @@ class Network:
             (buffers[n], initial) for n, initial in self.counters.items() if n not in self._effects.replaced
         ]
         self.load(row_P)
-        if key is not None and not attributes:
+        if self.key is not None and not attributes:
             shapes = {name: layer.sample_shape for name, layer in self._layers_of_dropout().items()}
-            _TRIALS[key] = {name: vars(self)[name] for name in _OF_TRIAL}, shapes
+            _TRIALS[self.key] = {name: vars(self)[name] for name in _OF_TRIAL}, shapes
 
     def _build(self, seed: int, index: int) -> nn.Module:
         module = new_module(self.factory, seed, index)

@@ -9,6 +9,7 @@ from cfl_ray.errors import ConfigError
 from cfl_ray.models import REGISTRY, recipe
 from cfl_ray.models.factory import ModelRecipe
 from cfl_ray.nn import network
+from cfl_ray.nn.graph import Unsupported, graph_of
 
 MNIST, CIFAR = (1, 28, 28), (3, 32, 32)
 
@@ -73,6 +74,14 @@ class Everything(nn.Module):
         return self.last(self.twice(self.twice(x)))
 
 
+def graph(of):
+    """The graph of a network, or the reason why it has none."""
+    try:
+        return graph_of(of)
+    except Unsupported as reason:
+        return str(reason)
+
+
 @pytest.mark.parametrize(
     "factory, shape",
     [
@@ -84,8 +93,10 @@ class Everything(nn.Module):
 )
 def test_a_network_of_a_known_key_is_as_one_with_trial_passes_of_its_own(factory, shape, monkeypatch):
     monkeypatch.setattr(network, "_TRIALS", {})
-    alone, first, other = (network.Network(factory, shape, seed=seed, key=key) for seed, key in enumerate((None, 1, 1)))
+    key = object()
+    alone, first, other = (network.Network(factory, shape, seed=s, key=k) for s, k in enumerate((None, key, key)))
     assert len(network._TRIALS) == 1
+    assert graph(alone) == graph(first) == graph(other)
     kept = ("output_shape", "last_layer", "random_forward", "batch_statistics", "side_effect", "channels_last", "spec")
     row_P, x = alone.new_model(0, 0), torch.rand(3, *shape)
     outputs = []
