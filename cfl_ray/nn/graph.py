@@ -7,7 +7,7 @@ agree, and the first axis of every activation must be the batch: then the operat
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -204,8 +204,21 @@ def _unsupported(place: str, name: str, reason: str) -> Unsupported:
     return Unsupported(f"{f'module {place}' if place else 'its forward pass'}: {name} {reason}")
 
 
+_GRAPHS: dict[Hashable, Graph] = {}  # of this process, by key of the network and its precision
+
+
 def graph_of(network: Network) -> Graph:
-    """The graph of a network. Raises Unsupported."""
+    """The graph of a network, recorded once for those of the same key. Raises Unsupported."""
+    key = network.key and (network.key, network.precision)
+    if key in _GRAPHS:
+        return _GRAPHS[key]
+    graph = _recorded(network)
+    if key is not None:
+        _GRAPHS[key] = graph
+    return graph
+
+
+def _recorded(network: Network) -> Graph:
     if network.side_effect:
         raise Unsupported(network.side_effect)
     row_P, masks = network.row().clone(), [layer.mask for layer in network.dropouts.values()]
