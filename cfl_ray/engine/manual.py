@@ -6,40 +6,34 @@ call, records a graph, allocates, and updates one tensor after another. Here the
 flat rows, so that an update is one operation. Clients are trained one at a time, because the arrays of several clients
 would not fit into the cache. The result equals that of `sequential` up to rounding.
 
-A client program's own loss is a function of the features, the outputs and the mean loss of a batch: autograd
-differentiates it at these three alone, and the written-out passes go on from there. Held models in it pass all samples
-of the client once, if the steps use each sample as often.
+A client program's own loss is a function of the features, the outputs and the mean loss of a batch (`engine.own_loss`),
+at which it is differentiated; the written-out passes go on from there.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from cfl_ray.core.client_program import Batch, Forward, Need
+from cfl_ray.core.client_program import Forward, Need
 from cfl_ray.engine import rule, sequential
-from cfl_ray.engine.engine import Engine, NotTrained
-from cfl_ray.engine.local_steps import RowGradient, check_batch, held_model, scalar_loss, train_row
+from cfl_ray.engine.engine import Engine
+from cfl_ray.engine.local_steps import RowGradient, check_batch, train_row
+from cfl_ray.engine.own_loss import OwnLoss
 from cfl_ray.engine.task import TrainingResult, TrainingTask, lacking
-from cfl_ray.errors import RunError
 from cfl_ray.nn.network import Network
 from cfl_ray.nn.passes import (
-    LossOnFeatures,
     Passes,
     are_passes_in_evaluation,
     passes_of,
     why_no_features,
     why_no_passes,
 )
-from cfl_ray.plugins.calling import place_of
 
 _DOES = frozenset(Need) - {Need.EXAMPLES}
-_DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 _MAX_BATCH = 256  # activations of larger batches do not fit into the cache
 
 
@@ -79,7 +73,7 @@ class _Gradient(RowGradient):
         self.frozen = None if frozen_BC is None else frozen_BC.numpy()
         self.weight_n = None if task.held.weight_n is None else task.held.weight_n.numpy()
         program = task.program
-        self.own_loss = _OwnLoss(self) if program.overrides("loss") else None
+        self.own_loss = OwnLoss(self, passes.trains_features) if program.overrides("loss") else None
         # programs with steps alone keep PyTorch's pass, and so their last bits
         self.evaluates = self.own_loss is not None and program.overrides("step") and are_passes_in_evaluation(network)
         # number of the batch whose activations are those at the row `_at_P`; they are used once
@@ -96,7 +90,7 @@ class _Gradient(RowGradient):
             masks = [mask.numpy() for mask in self.masks(batch, len(y_B))]
             self._values = self.passes.forward(self.x, index_B, masks)
         self._latest = -1
-        own = None if self.own_loss is None else self.own_loss.on(batch, y_B)
+        own = None if self.own_loss is None else partial(self.own_loss.at, batch, y_B=torch.from_numpy(y_B))
         self.losses.append(self.passes.backward(self._values, y_B, frozen_BC, weight_B, own))
         return self.parts_of(self.passes.g_P)
 
@@ -112,70 +106,7 @@ class _Gradient(RowGradient):
         self._at_P.copy_(self.trained)
         features, outputs = self.passes.features_and_outputs(self._values)
         y_B = self.task.y if index_B is None else self.task.y[index_B]
-        return Forward(features.flatten(1).float(), outputs, y_B, torch.ones(len(y_B)))
-
-
-class _OwnLoss:
-    """The loss of a client program as a function of features and outputs that no graph connects.
-
-    A loss that differentiates by itself would miss this connection: `sequential` trains its client.
-    """
-
-    def __init__(self, gradient: _Gradient):
-        self.gradient, self.program, self.held = gradient, gradient.task.program, gradient.held
-        network, task = gradient.network, gradient.task
-        used = task.steps * task.batches_per_step * int(task.local.batch_of(len(task.y), task.batches_per_step))
-        # batches of other samples have the same values for a sample
-        self.keeps = used >= len(task.y) and not network.random_forward and not network.batch_statistics
-        self.passed: dict[str, tuple[Tensor, Tensor]] = {}  # features and outputs of all samples, by held model
-        self.real_B = torch.ones(0)  # of the latest batch
-        self.is_seen = False  # whether it has been called
-
-    def on(self, batch: int, y_B: np.ndarray) -> LossOnFeatures:
-        """The loss of a batch of the present step."""
-        if len(self.real_B) != len(y_B):
-            self.real_B = torch.ones(len(y_B))
-        targets_B, passed = torch.from_numpy(y_B), partial(self._forward, batch)
-
-        def loss(mean_loss: Tensor, features_BF: Tensor, outputs: Tensor) -> Tensor:
-            seen = Batch(mean_loss, features_BF, outputs, targets_B, self.real_B, passed)
-            first: AbstractContextManager[object] = nullcontext() if self.is_seen else _Differentiates()
-            try:
-                with first:
-                    found = scalar_loss(self.program, seen, self.held)
-            except RunError as error:  # `sequential` finds it again, or trains the client
-                raise NotTrained(
-                    f"the loss of {place_of(self.program)} needs more than the features and outputs of a batch, such "
-                    "as autograd through the last layer or changes in place"
-                ) from error
-            self.is_seen = True
-            return found
-
-        return loss
-
-    def _forward(self, batch: int, model: str) -> Forward:
-        """The pass of a held model on a batch."""
-        task, index_B = self.gradient.task, self.gradient.batches[batch]
-        if not self.keeps or model in self.program.moves:
-            return self.gradient.forward(model, batch)
-        if model not in self.passed:
-            row_P = held_model(self.program, task.held.models, model)
-            self.passed[model] = self.gradient.network.evaluated_in_batches(row_P, task.x)
-        features_nF, outputs_n = self.passed[model]
-        if index_B is None:
-            return Forward(features_nF, outputs_n, task.y, self.real_B)
-        return Forward(features_nF[index_B], outputs_n[index_B], task.y[index_B], self.real_B)
-
-
-class _Differentiates(TorchFunctionMode):
-    """Context in which PyTorch's autograd raises RunError."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in _DIFFERENTIATING:
-            raise RunError("no graph connects features and outputs")
-        return func(*args, **(kwargs or {}))
+        return Forward(features, outputs, y_B, torch.ones(len(y_B)))
 
 
 ENGINE = Engine(why_not, train, rule.manual)

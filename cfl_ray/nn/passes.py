@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -52,8 +52,18 @@ from cfl_ray.nn.operations import (
     tensor_of,
 )
 
-# The loss of a batch as a function of the task's mean loss, the features (B, F) and the outputs (B, ...)
-LossOnFeatures = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+class LossGradients(NamedTuple):
+    """A loss, and its gradients at the mean loss, the outputs and the features; None: it does not depend on them."""
+
+    loss: float
+    at_mean_loss: Tensor | None
+    at_outputs: Tensor | None
+    at_features: Tensor | None
+
+
+# The loss of a batch, of the task's mean loss, the features (B, F) and the outputs (B, ...)
+LossOnFeatures = Callable[[Tensor, Tensor, Tensor], LossGradients]
 
 # elementwise functions, for which the order of the axes does not matter
 _ELEMENTWISE = {"gelu", "silu", "elu", "selu", "celu", "mish", "leaky_relu", "relu6", "hardtanh", "hardswish"}
@@ -136,6 +146,7 @@ class Passes:
         self.back = made.backward_plan()
         self.features = made.features  # the inputs of the last layer; None: its loss cannot be a function of them
         self.wide_features = self.features is not None and made.wide(self.features)
+        self.features_shape = () if self.features is None else graph.shapes[self.features]
         self.trains_features = self.features is not None and made.trained[self.features]
         self.repeated = [(parts[0], parts[1:]) for parts in made.written.values() if len(parts) > 1]
         self.unused = [g for number, g in enumerate(made.g) if number not in made.written]
@@ -193,13 +204,10 @@ class Passes:
         return loss
 
     def features_and_outputs(self, values: Sequence[Any]) -> tuple[Tensor, Tensor]:
-        """Copies of the features (B, ...) and the outputs (B, ...), if the passes have `features`."""
+        """Copies of the features (B, F), float32, and the outputs (B, ...), if the passes have `features`."""
         assert self.features is not None, "why_no_features says so"
-        numbers = (self.features, self.wide_features), (self.output, self.wide_output)
-        features, outputs = (
-            tensor_of(values[number], wide).clone(memory_format=torch.contiguous_format) for number, wide in numbers
-        )
-        return features, outputs
+        features = _copy_of(values[self.features], self.wide_features).flatten(1).float()
+        return features, _copy_of(values[self.output], self.wide_output)
 
     def run_after_first(
         self, z: Array, y_B: Array, frozen_BC: Array | None, weight_B: Array | None
@@ -234,29 +242,26 @@ class Passes:
         frozen_BC: Array | None,
         weight_B: Array | None,
     ) -> tuple[np.floating, Array, Array | None]:
-        """The loss `own`, and its gradients at the outputs and at the features; None if these have no gradient.
+        """The loss `own`, and its gradients at the outputs and at the features; None if it has none there.
 
-        Autograd differentiates `own` at its three arguments; the gradient of the mean loss is the written-out one.
+        The gradient of the mean loss is the written-out one.
         """
+        assert self.features is not None, "why_no_features says so"
         features, outputs = self.features_and_outputs(values)
         if frozen_BC is not None:
             outputs += torch.from_numpy(frozen_BC)
         mean_loss, grad = self._loss(values[self.output], y_B, frozen_BC, weight_B)
-        at = [torch.tensor(mean_loss).requires_grad_(), outputs.requires_grad_()]
-        if self.trains_features:
-            at.append(features.requires_grad_())
-        with torch.enable_grad():
-            loss = own(at[0].clone(), features.flatten(1).float(), outputs)  # a copy, to which `own` may add in place
-            grads: Sequence[Tensor | None] = torch.autograd.grad(loss, at, allow_unused=True)
-        by_loss, by_outputs, *by_features = grads
-        if by_loss is None:  # not times 0, since it may be infinite
+        loss, at_mean_loss, at_outputs, at_features = own(torch.tensor(float(mean_loss)), features, outputs)
+        if at_mean_loss is None:  # not times 0, since it may be infinite
             grad.fill(0)
-        else:
-            grad *= np.float32(by_loss.item())
-        if by_outputs is not None:
-            grad += array_of(by_outputs, self.wide_output)
-        at_features = [array_of(part, self.wide_features) for part in by_features if part is not None]
-        return np.float32(loss.item()), grad, at_features[0] if at_features else None
+        elif (factor := at_mean_loss.item()) != 1:
+            grad *= np.float32(factor)
+        if at_outputs is not None:
+            grad += _view_of(at_outputs, self.wide_output)
+        if at_features is None or not self.trains_features:
+            return np.float32(loss), grad, None
+        shaped = at_features.reshape(len(y_B), *self.features_shape)
+        return np.float32(loss), grad, _view_of(shaped, self.wide_features)
 
     def _loss(
         self, outputs: Array, y_B: Array, frozen_BC: Array | None, weight_B: Array | None
@@ -307,6 +312,18 @@ class Passes:
         for part in self.unused:
             part.fill(0)
         return grads
+
+
+def _copy_of(x: Array, wide: bool) -> Tensor:
+    """A copy of an activation in PyTorch's layout (B, ...)."""
+    if x.ndim == 2:
+        return torch.from_numpy(x.T.copy())
+    return tensor_of(x, wide).clone(memory_format=torch.contiguous_format)
+
+
+def _view_of(x: Tensor, wide: bool) -> Array:
+    """An activation (B, ...) in the layout of the passes, in its memory."""
+    return (x.permute(0, 2, 3, 1) if wide else x.movedim(0, -1)).numpy()
 
 
 class _Steps:
