@@ -598,6 +598,13 @@ class Network:
             self.module.train(was_training)
         return features[-1].float(), outputs.float()
 
+    def evaluated_in_batches(self, row_P: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """As `evaluated`, of any number of samples on a CPU."""
+        with FastPooling():
+            parts = [self.evaluated(row_P, self.input(part)) for part in x.split(_TEST_BATCH_CPU)]
+        features, outputs = zip(*parts, strict=True)
+        return torch.cat(features), torch.cat(outputs)
+
     def logits_of(self, row_P: Tensor, x: Tensor) -> Tensor:
         """Outputs (n, *output_shape) of a row in evaluation mode. The row stays loaded."""
         self.load(row_P)
