@@ -21,7 +21,8 @@ from cfl_ray.cli.console import say
 from cfl_ray.cli.live_client import own_step
 from cfl_ray.config import Experiment
 from cfl_ray.config.section import as_yaml
-from cfl_ray.config.study import ALL_SETTINGS, short_names
+from cfl_ray.config.study import ALL_SETTINGS
+from cfl_ray.config.sweep import short_names
 from cfl_ray.errors import ConfigError, Diverged, RunStopped, command, counted, duration
 from cfl_ray.lifecycle.driver import Watcher
 from cfl_ray.report.drawing import listed, tested_in_words
