@@ -10,7 +10,7 @@ from scipy.stats import ttest_rel
 from studies import figures_of
 
 from cfl_ray import load
-from cfl_ray.cli.progress import show_trials
+from cfl_ray.cli.study_progress import show_trials
 from cfl_ray.config.sweep import HalvingConfig, SweepConfig, Trial
 from cfl_ray.errors import ConfigError, Interrupted
 from cfl_ray.results import comparison
