@@ -25,7 +25,7 @@ METHODS = [  # with options that bring every phase into the first rounds
     "fedpac",
     {"flux": {"cluster_round": 2}},
     {"feroma": {"warmup_rounds": 1}},
-    {"scaffold": {"newcomer": "c"}},
+    {"scaffold": {"newcomer": "c", "leavers": "restart"}},
     "fedala",
     "moon",
     {"fedrod": {"start": "copy"}},
