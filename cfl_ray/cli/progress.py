@@ -442,7 +442,7 @@ def _kind_of(warning: str) -> str:
 
 def _last_record(run: StudyRun, root: Path) -> RoundRecord | None:
     """The last recorded round of a run."""
-    for log in run.folder(root).glob(f"*/{RunDirectory.metrics.name}"):
+    for log in RunDirectory(run.folder(root)).of_methods(RunDirectory.metrics):
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _LINE_BYTES))
             lines = file.read().split(b"\n")[:-1]  # without a line that is being written
@@ -456,7 +456,7 @@ def _last_and_kept(run: StudyRun, root: Path) -> tuple[RoundRecord | None, Round
     last = _last_record(run, root)
     if last is None or BEST_ROUND not in last.metrics:
         return last, last
-    logs = run.folder(root).glob(f"*/{RunDirectory.metrics.name}")
+    logs = RunDirectory(run.folder(root)).of_methods(RunDirectory.metrics)
     records = (record for log in logs for record in read_records(log.parent))
     return last, next((record for record in records if record.round == last.metrics[BEST_ROUND]), last)
 

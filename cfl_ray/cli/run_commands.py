@@ -9,7 +9,7 @@ from cfl_ray.cli import inputs
 from cfl_ray.cli.console import out, say
 from cfl_ray.errors import ConfigError, RunError, command, counted
 from cfl_ray.runtime.on_ray.fork_server import forkable_imports
-from cfl_ray.system.imports import uncollected
+from cfl_ray.system.collection import uncollected
 
 if TYPE_CHECKING:  # the help text does not wait for torch
     from cfl_ray.config.study import Study

@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from cfl_ray.config.experiment import Experiment
+from cfl_ray.config.experiment import Experiment, listed_methods
 from cfl_ray.config.explanation import WholeConfig, explain
 from cfl_ray.config.method_entries import address, listed_name, name_and_options
 from cfl_ray.config.paths import (
@@ -320,8 +320,7 @@ class Study(WholeConfig):
     def _lists_of_methods(self) -> list[list[Any]]:
         """The lists of methods of all settings, or those that the sweep tries."""
         swept = self.sweep.parameters.get("methods") if self.sweep is not None else None
-        default = Experiment.model_fields["methods"].default
-        lists = [self.values(setting, {}).get("methods", default) for setting in self.setting_names]
+        lists = [listed_methods(self.values(setting, {})) for setting in self.setting_names]
         return [entries for entries in (swept if isinstance(swept, list) else lists) if isinstance(entries, list)]
 
     def drawn(self) -> list[Trial]:

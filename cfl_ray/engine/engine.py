@@ -13,6 +13,10 @@ from cfl_ray.engine.task import TrainingResult, TrainingTask
 from cfl_ray.nn.network import Network
 
 
+class NotTrained(Exception):
+    """Reason, a line, why an engine cannot train a client, known only in its steps: `sequential` trains it."""
+
+
 class TrainedBatch(Protocol):
     """Clients that were trained together, without a row for each of them."""
 

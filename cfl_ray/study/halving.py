@@ -85,4 +85,4 @@ def _rounds(run: StudyRun, root: Path) -> list[int]:
 
 def _methods(run: StudyRun, root: Path) -> list[Path]:
     """The folders of the methods of a run that have recorded rounds."""
-    return [log.parent for log in sorted(run.folder(root).glob(f"*/{RunDirectory.metrics.name}"))]
+    return [log.parent for log in RunDirectory(run.folder(root)).of_methods(RunDirectory.metrics)]
