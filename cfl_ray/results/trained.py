@@ -204,10 +204,10 @@ class TrainedMethod:
         value = None
         if serving.client_state is not None:
             value = self.backend.client_state(serving.client_state.name, client)
-        view = partial(self.view, client, lambda: self.train(client))
+        view = partial(self.view, client, lambda: self._trained_on(client))
         row_P = predicting_row(serving.models_KP[row], serving.client_state, value, view)
         if serving.tune is not None:
-            row_P = self.tuned(client, row_P, serving.tune, self.train(client), serving.frozen_P)
+            row_P = self.tuned(client, row_P, serving.tune, self._trained_on(client), serving.frozen_P)
         return self.module(row_P, serving.frozen_P)
 
     def inputs(self, x: Tensor | np.ndarray) -> Tensor:
@@ -358,10 +358,19 @@ class TrainedMethod:
             )
         return int(client)
 
+    @property
+    def _address(self) -> Address:
+        return Address(self.seed, max(self.round, 1), _EXCHANGE)
+
+    def _trained_on(self, client: int) -> TensorSamples:
+        """The training samples of a client in the last round, with the labels that an attacker trains on."""
+        x, y = self.train(client)
+        return x, self.backend.worker.attack.labels(client, y, self.federation.shape.num_classes, self._address)
+
     def view(self, client: int, samples: Callable[[], TensorSamples]) -> ClientView:
         """A client with these samples, for functions that read its data."""
-        worker, address = self.backend.worker, Address(self.seed, max(self.round, 1), _EXCHANGE)
-        return ClientView(client, *samples(), worker.network, address, LocalSGD(), worker.train_one)
+        worker = self.backend.worker
+        return ClientView(client, *samples(), worker.network, self._address, LocalSGD(), worker.train_one)
 
     def tuned(
         self, client: int, row_P: Tensor, local: LocalSGD, samples: TensorSamples, frozen_P: Tensor | None
@@ -369,9 +378,8 @@ class TrainedMethod:
         """The row after local training of a client on these samples."""
         x, y = samples
         steps = int(local.steps_of(np.array([len(y)]))[0])
-        address = Address(self.seed, max(self.round, 1), _EXCHANGE)
         held = HeldByClient(frozen_P=frozen_P)
-        task = TrainingTask(client, row_P, x, y, steps=steps, local=local, address=address, held=held)
+        task = TrainingTask(client, row_P, x, y, steps=steps, local=local, address=self._address, held=held)
         return self.backend.worker.train_one(task).row_P.cpu().clone()
 
     def mixture(self, models_KP: Tensor, weight_K: np.ndarray) -> nn.Module:
