@@ -96,6 +96,7 @@ class Setup:
             runtime.gpus_per_host or 1.0,  # several hosts, or runs of a study, may share a GPU
             seed=self.experiment.seed,
             template=self.template,
+            key=self.recipe.key,
         )
         if self.frozen and self.template is None and digest_of(network.frozen) != self.frozen:
             raise ConfigError(

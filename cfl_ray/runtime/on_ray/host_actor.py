@@ -15,8 +15,8 @@ import numpy as np
 import ray
 
 from cfl_ray.core.engine_names import SEQUENTIAL
+from cfl_ray.system.collection import uncollected
 from cfl_ray.system.cpu import instructions_environment
-from cfl_ray.system.imports import uncollected
 from cfl_ray.system.variables import ONE_THREAD, environment
 
 if TYPE_CHECKING:
