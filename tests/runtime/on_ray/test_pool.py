@@ -6,6 +6,7 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError, NodeDiedError, RaySystemError, RayTaskError
 
+from cfl_ray.engine.choice import EngineChoice
 from cfl_ray.errors import ConfigError, DataError, RunError, RunStopped
 from cfl_ray.results.environment import HostEnvironment
 from cfl_ray.runtime.on_ray import pool as pool_module
@@ -30,7 +31,7 @@ class FakeCluster:
         self.now, self.started, self.room_at, self.nodes, self.errors, self.killed = 0.0, [], [], {}, {}, []
         self.instructions, self.devices = {}, {}  # by number, if not AVX2 and not a CPU
         self.halted = set()  # numbers of hosts that have a place, and never answer
-        self.on_wait, self.asked, self.pauses = lambda: None, 0, []
+        self.on_wait, self.asked, self.pauses, self.choices = lambda: None, 0, [], []
 
     def install(self, monkeypatch):
         fake_ray = SimpleNamespace(
@@ -59,8 +60,9 @@ class FakeCluster:
         self.asked += 1
         return {node for node in nodes if self.now < self.nodes.get(node, float("inf"))}
 
-    def start(self, runtime=None, setup_ref=None, engine="", pause=0.0, federation_ref=None):
+    def start(self, runtime=None, setup_ref=None, engine="", last_batch=0, pause=0.0, federation_ref=None):
         self.pauses.append(pause)
+        self.choices.append((engine, last_batch))
         number = len(self.started)
         self.started.append(StartedHost(Actor(f"actor {number}"), f"ready {number}", f"placed {number}"))
         return self.started[-1]
@@ -312,6 +314,13 @@ def test_the_device_of_a_run_is_that_of_the_host_that_measures_its_engines(made,
     fake.room_at, pool = [0, 0], made(hosts=2)
     fake.devices = {0: "H100", 1: "A100"}
     assert pool.nodes() == 2 and pool.device == "H100" == pool.ready()[0].device
+
+
+def test_a_host_that_starts_later_has_the_engine_and_the_programs_of_the_run(made, fake):
+    pool = made()
+    pool.choice = EngineChoice("compiled", "compiled: as configured", last_batch=8)
+    pool._start_another()
+    assert fake.choices[-1] == ("compiled", 8)
 
 
 def test_hosts_that_compute_other_bits_are_named_once_for_each_kind(made, fake):
