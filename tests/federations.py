@@ -3,6 +3,7 @@
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -108,7 +109,9 @@ class Stage:
 
     def __post_init__(self):
         shape = self.federation.shape
-        self.network = Network(self.factory, shape.input, dtype=shape.dtype, task=self.task)
+        # functions build the same module each time; many tests have the same function
+        key = (self.factory, shape.input, shape.dtype) if isinstance(self.factory, FunctionType) else None
+        self.network = Network(self.factory, shape.input, dtype=shape.dtype, task=self.task, key=key)
         self.backend = InProcessBackend(Worker(self.network, self.federation, self.engine))
 
     def model(self, index: int = 0) -> Tensor:

@@ -52,7 +52,8 @@ def test_every_example_is_run_below():
 
 
 def test_privacy_stays_within_its_budget():
-    results = simulate(load(EXAMPLES / "privacy.yaml", ["tracking.enabled=false", "evaluation.every=10"]))
+    fewer = ["tracking.enabled=false", "evaluation.every=10", "data.partition.clients=20", "rounds=6"]
+    results = simulate(load(EXAMPLES / "privacy.yaml", fewer))
     for result in results.methods.values():
         assert 7.9 < result.final["epsilon"] <= 8 and result.final["accuracy"] > 0.2, "a guess is right in 0.1"
 
@@ -68,13 +69,13 @@ def test_drift_lowers_the_accuracy_of_every_method_and_personal_models_recover()
 
 def test_a_transformer_on_token_ids():
     """Two groups that disagree about every label: one model is right for half of the clients."""
-    found = accuracies("text.yaml")
+    found = accuracies("text.yaml", "local.batch_size=20", "local.lr=0.2")
     assert found["ifca"] > 0.75 and found["fedavg"] < 0.65, found
 
 
 def test_adapters_of_a_frozen_transformer():
     """The same groups, with adapters and a head that are trained."""
-    found = accuracies("adapters.yaml")
+    found = accuracies("adapters.yaml", "local.batch_size=24", "local.lr=0.2", "rounds=5")
     assert found["ifca"] > 0.7 and found["fedper"] > 0.6 and found["fedavg"] < 0.65, found
 
 
@@ -102,9 +103,9 @@ def test_a_table():
 
 def test_regression():
     """Two groups with opposite signs: one model answers 0, and its error is the variance of the readings."""
-    results = simulate(load(EXAMPLES / "regression.yaml", ["tracking.enabled=false"]))
+    results = simulate(load(EXAMPLES / "regression.yaml", ["tracking.enabled=false", "rounds=8"]))
     mse = {method: result.final["mse"] for method, result in results.methods.items()}
-    assert mse["ifca"] < 0.2 < mse["fedavg"] and results["ifca"].summary["rounds_to_target"] <= 12, mse
+    assert mse["ifca"] < 0.2 < mse["fedavg"] and results["ifca"].summary["rounds_to_target"] <= 8, mse
     assert "rounds_to_target" not in results["fedavg"].summary
 
 
@@ -112,7 +113,7 @@ def test_regression():
 def test_a_loss_and_a_metric_of_ones_own():
     reference = str(EXAMPLES / "regression.py")
     task = f"task={{loss: '{reference}:pinball', targets: real, metrics: [mae, '{reference}:share_below']}}"
-    overrides = [task, "tracking.enabled=false", "evaluation.target=null", "runtime.engine=vectorised", "rounds=20"]
+    overrides = [task, "tracking.enabled=false", "evaluation.target=null", "runtime.engine=vectorised", "rounds=12"]
     overrides += ["methods=[{ifca: {num_clusters: 2}}]"]
     final = simulate(load(EXAMPLES / "regression.yaml", overrides))["ifca"].final
     assert "mse" not in final and final["mae"] > 0
@@ -120,11 +121,9 @@ def test_a_loss_and_a_metric_of_ones_own():
 
 
 def test_own_parts_of_learning():
-    results = simulate(
-        load(
-            EXAMPLES / "learning.yaml", ["tracking.enabled=false", "evaluation.every=100", "runtime.engine=vectorised"]
-        )
-    )
+    """The schedule halves the rate after round 3."""
+    fewer = ["tracking.enabled=false", "evaluation.every=100", "data.partition.clients=5", "rounds=4"]
+    results = simulate(load(EXAMPLES / "learning.yaml", [*fewer, "runtime.engine=vectorised"]))
     assert len(results.methods) == 3
     for label, result in results.methods.items():
         assert result.final["accuracy"] > 0.7 and 0.5 < result.final["f1_of_class_3"] <= 1, (label, result.final)
@@ -198,7 +197,7 @@ def test_an_own_aggregation_withstands_attackers():
 
 
 def test_an_own_shift_makes_two_groups():
-    found = accuracies("own_shift.yaml")
+    found = accuracies("own_shift.yaml", "rounds=5")
     assert found["ifca"] > found["fedavg"] + 0.2
 
 

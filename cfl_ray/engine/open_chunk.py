@@ -42,6 +42,7 @@ class Trainer:
     network: Network
     engine: str
     configured: bool = False  # the user named the engine
+    last_batch: int = 0  # of `EngineChoice`
     fallbacks: set[str] = field(default_factory=set)  # reasons why clients were trained sequentially, each a line
 
     def __call__(self, task: TrainingTask) -> TrainingResult:

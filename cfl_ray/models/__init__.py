@@ -65,7 +65,7 @@ def recipe(
         done = tried(made, seed)
         _TRIED[key] = done.warnings, done.constants
     found, constants = _TRIED[key]
-    return replace(made, warnings=found, constants=dict(constants))
+    return replace(made, warnings=found, constants=dict(constants), key=key)
 
 
 def read_weights(file: Path) -> dict[str, torch.Tensor]:

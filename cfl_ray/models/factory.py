@@ -1,7 +1,7 @@
 """A network's factory with its arguments, from which every process builds the same module."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +40,7 @@ class ModelRecipe:
     # of `models.trial`: lines for the user, and fingerprints of the tensors that stay as the factory makes them
     warnings: tuple[str, ...] = field(default=(), compare=False)
     constants: dict[str, list[str | float]] = field(default_factory=dict, repr=False, compare=False)
+    key: Hashable = field(default=None, repr=False, compare=False)  # see `Network`
 
     def __call__(self) -> nn.Module:
         """A new module with the initial weights of its layers. Lazy layers get their sizes in a forward pass."""

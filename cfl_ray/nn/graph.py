@@ -7,7 +7,7 @@ agree, and the first axis of every activation must be the batch: then the operat
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -205,8 +205,21 @@ def _unsupported(place: str, name: str, reason: str) -> Unsupported:
     return Unsupported(f"{f'module {place}' if place else 'its forward pass'}: {name} {reason}")
 
 
+_GRAPHS: dict[Hashable, Graph] = {}  # of this process, by key of the network and its precision
+
+
 def graph_of(network: Network) -> Graph:
-    """The graph of a network in training. Raises Unsupported."""
+    """The graph of a network in training, recorded once for those of the same key. Raises Unsupported."""
+    key = network.key and (network.key, network.precision)
+    if key in _GRAPHS:
+        return _GRAPHS[key]
+    graph = _recorded(network)
+    if key is not None:
+        _GRAPHS[key] = graph
+    return graph
+
+
+def _recorded(network: Network) -> Graph:
     if network.side_effect:
         raise Unsupported(network.side_effect)
     first, second = _recordings(network, _BATCHES, training=True)

@@ -1,10 +1,10 @@
 """The network of a process, into which rows (P,) of parameters and buffers are loaded."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -82,10 +82,10 @@ def template_of(
 ) -> nn.Module | None:
     """The first module under `seed`, whose copies in `Network` share the memory of frozen parameters.
 
-    None if no parameter is frozen.
+    None if no parameter is frozen, or if a parameter has gradient hooks, which copies lose.
     """
     module = new_module(factory, seed, 0)
-    if all(parameter.requires_grad for parameter in module.parameters()):
+    if all(parameter.requires_grad for parameter in module.parameters()) or with_gradient_hooks(module):
         return None
     samples = _samples(_TRIAL_BATCHES[0], tuple(input_shape), dtype)
     if _suits_channels_last(module) and not inexact_functions(new_module(factory, seed, 0), samples):
@@ -96,8 +96,35 @@ def template_of(
     return module
 
 
+def with_gradient_hooks(module: nn.Module) -> list[str]:
+    """Names of the parameters with hooks of `register_hook`, which change their gradients."""
+    return [name for name, parameter in module.named_parameters() if parameter._backward_hooks]
+
+
+def _tied(module: nn.Module) -> dict[str, str]:
+    """Further names of parameters and buffers that several modules have, or one by several names, with the first.
+
+    A module that has several names itself is listed by its first alone.
+    """
+    first, further = dict[int, str](), dict[str, str]()
+    for path, part in module.named_modules():
+        own = {"remove_duplicate": False, "recurse": False}
+        for name, tensor in [*part.named_parameters(path, **own), *part.named_buffers(path, **own)]:
+            if first.setdefault(id(tensor), name) != name:
+                further[name] = first[id(tensor)]
+    return further
+
+
 def _kind(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
+
+
+# attributes of `Network` that follow from its trial passes, beside the sample shapes of its dropout layers
+_OF_TRIAL = (
+    *("output_shape", "last_layer", "random_forward", "batch_statistics", "side_effect", "inexact"),
+    *("_not_linear", "_effects", "_has_sparse_gradients", "_kept", "_calls"),
+)
+_TRIALS: dict[Hashable, tuple[dict[str, Any], dict[str, tuple[int, ...] | None]]] = {}  # of this process
 
 
 class Network:
@@ -112,6 +139,8 @@ class Network:
     seed:         of the run: frozen parameters are those of the first model under it.
     template:     a module of the factory with these frozen parameters; the network's module is a copy that shares their
                   memory. None: the factory builds the module.
+    key:          equal for networks whose modules differ by their weights alone: a process makes the trial passes and
+                  the graph of the first one on a device, as others would have the same. None: of each network.
 
     Attributes on the layout of images in memory:
 
@@ -131,26 +160,36 @@ class Network:
         memory_share: float = 1.0,
         seed: int = 0,
         template: nn.Module | None = None,
+        key: Hashable | None = None,
     ):
         self.task = task
         self.factory, self.input_shape, self.device = factory, tuple(input_shape), device_of(device)
         self.dtype, self.precision = dtype, precision
         self.memory = DeviceMemory(self.device, memory_share)
-        self._kept: set[str] = set()  # dropout layers that are not replaced
+        self.key = None if key is None else (key, self.device.type)
+        attributes, sample_shapes = _TRIALS.get(self.key, ({}, {}))
+        self._kept = frozenset[str]()  # dropout layers that are not replaced
+        self.inexact = frozenset[str]()
+        vars(self).update(attributes)
         self.dropouts: dict[str, AddressedDropout] = {}
         self.dropout_calls: dict[str, AddressedDropout] = {}
         self.seed, self.template = seed, template
         self.module = self._new_module()
+        self.tied = _tied(self.module)
         self.spec = ParamSpec.of(self.module)
         row_P = self.spec.row_of(self.module)
         rest = {name: b.clone() for name, b in self.module.named_buffers() if name not in self.spec.names}
         masks = {f"{name}.mask" for name, part in self.module.named_modules() if isinstance(part, AddressedDropout)}
         # buffers of the factory that are not part of a row, with their first values
         self.outside = {name: buffer for name, buffer in rest.items() if name not in masks}
-        self._trial_forward()
+        if attributes:
+            self._collect_dropouts(sample_shapes)
+        else:
+            self._trial_forward()
+        if self._effects.inputs:
+            self.module.register_forward_pre_hook(_with_copies)
         statistics = frozenset(self.spec.names[self.spec.num_params :])
-        not_linear = self._order.not_linear
-        self.spec = replace(self.spec, constant=statistics - self._effects.changed, not_linear=frozenset(not_linear))
+        self.spec = replace(self.spec, constant=statistics - self._effects.changed, not_linear=self._not_linear)
         # buffers that are not part of a row and may change in a forward pass: `load` resets them to these values
         self.counters = {
             name: initial
@@ -169,8 +208,7 @@ class Network:
             (name, parameter, parameter.requires_grad) for name, parameter in self.module.named_parameters()
         ]
         self.wide = self.device.type == "cpu" and _suits_channels_last(self.module)
-        self.inexact: frozenset[str] = frozenset()
-        if self.wide:
+        if self.wide and not attributes:
             self.inexact = inexact_functions(self._new_module(), self._others(_TRIAL_BATCHES[0]))
         self.channels_last = self.wide and not self.inexact
         # parameters in another memory layout or memory, with their view into `flat`
@@ -183,6 +221,9 @@ class Network:
             (buffers[n], initial) for n, initial in self.counters.items() if n not in self._effects.replaced
         ]
         self.load(row_P)
+        if self.key is not None and not attributes:
+            shapes = {name: layer.sample_shape for name, layer in self._layers_of_dropout().items()}
+            _TRIALS[self.key] = {name: vars(self)[name] for name in _OF_TRIAL}, shapes
 
     def _build(self, seed: int, index: int) -> nn.Module:
         module = new_module(self.factory, seed, index)
@@ -272,16 +313,14 @@ class Network:
                           parameters, or buffers in another way than BatchNorm; None if it does not.
         """
         layers, draws, calls = self._trial_passes()
-        self._kept = {name for name, layer in layers.items() if not layer.regular(list(_TRIAL_BATCHES))}
+        self._kept = frozenset(name for name, layer in layers.items() if not layer.regular(list(_TRIAL_BATCHES)))
         if self._kept:  # they stay nn.Dropout, which calls functional dropout
             self.module = self._new_module()
             layers, draws, calls = self._trial_passes()
         for layer in layers.values():
             layer.end_trial()
-        self.dropouts = {name: layer for name, layer in layers.items() if layer.sample_shape is not None}
-        if not draws and self._have_masks(calls):
-            self.dropout_calls = {f"call {number}": call.layer() for number, call in enumerate(calls[0])}
-            self.dropouts |= self.dropout_calls
+        self._calls = tuple(calls[0]) if not draws and self._have_masks(calls) else ()
+        self._collect_dropouts({name: layer.sample_shape for name, layer in layers.items()})
         self.random_forward = draws or len(calls[0]) > len(self.dropout_calls)
         effects = self._effects
         self.batch_statistics = (
@@ -290,13 +329,22 @@ class Network:
             or (not effects.changed and self._mixes_samples())
         )
         self.side_effect = self._why_only_sequential()
-        if effects.inputs:
-            if isinstance(self.module, torch.jit.ScriptModule):
-                raise ConfigError(
-                    "the model is TorchScript and writes to its inputs, which then have other values in the next "
-                    "epoch; clone them in forward, or give the module as it was before torch.jit"
-                )
-            self.module.register_forward_pre_hook(_with_copies)
+        if effects.inputs and isinstance(self.module, torch.jit.ScriptModule):
+            raise ConfigError(
+                "the model is TorchScript and writes to its inputs, which then have other values in the next "
+                "epoch; clone them in forward, or give the module as it was before torch.jit"
+            )
+
+    def _layers_of_dropout(self) -> dict[str, AddressedDropout]:
+        return {name: part for name, part in self.module.named_modules() if isinstance(part, AddressedDropout)}
+
+    def _collect_dropouts(self, sample_shapes: dict[str, tuple[int, ...] | None]) -> None:
+        """Sets `dropouts` and `dropout_calls`: layers that are called, and `_calls`. sample_shapes: of the layers."""
+        layers = self._layers_of_dropout()
+        for name, layer in layers.items():
+            layer.sample_shape = sample_shapes[name]
+        self.dropout_calls = {f"call {number}": call.layer() for number, call in enumerate(self._calls)}
+        self.dropouts = {name: m for name, m in layers.items() if m.sample_shape is not None} | self.dropout_calls
 
     def _mixes_samples(self) -> bool:
         """Whether the outputs or gradients of samples in training depend on the others of the batch or their number."""
@@ -337,6 +385,8 @@ class Network:
         for name in self.spec.names[: self.spec.num_params]:
             if name in changed:
                 return f"its forward pass changes the parameter {name}"
+        if hooked := with_gradient_hooks(self.module):
+            return f"its parameter {hooked[0]} has a gradient hook"
         for name, _ in self.module.named_buffers():
             replaced = name in self._effects.replaced
             owner = owners[name.rpartition(".")[0]]
@@ -351,11 +401,11 @@ class Network:
         Returns the dropout layers, each in its trial, whether the passes draw random numbers, and their functional
         dropouts.
         """
-        layers = {name: m for name, m in self.module.named_modules() if isinstance(m, AddressedDropout)}
+        layers = self._layers_of_dropout()
         for layer in layers.values():
             layer.trial = []
         frozen = [name for name, p in self.module.named_parameters() if not p.requires_grad]
-        self._order = order = LayerOrder(self.module)
+        order = LayerOrder(self.module)
         self._effects = SideEffects()
         draws, calls, self._draws_in_python = False, list[list[DropoutCall]](), False
         self._has_sparse_gradients = False
@@ -372,7 +422,7 @@ class Network:
             self.output_shape = tuple(outputs.shape[1:])
             calls.append(recording.calls)
             self._has_sparse_gradients |= dense.calls > 0
-        self.last_layer = order.last_of(self.spec.layers)
+        self.last_layer, self._not_linear = order.last_of(self.spec.layers), frozenset(order.not_linear)
         if written := [name for name in frozen if name in self._effects.changed]:
             raise ConfigError(f"the model writes to its frozen parameter {written[0]}, which all clients share")
         return layers, draws, calls
@@ -422,6 +472,7 @@ class Network:
         for path, module in self.module.named_modules():
             for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
                 full = f"{path}.{name}" if path else name
+                full = self.tied.get(full, full)
                 if full not in views:
                     continue
                 if isinstance(module, torch.jit.ScriptModule):  # its buffers cannot be replaced
@@ -511,8 +562,17 @@ class Network:
             masked = functional_dropout.Masked(list(self.dropout_calls.values()), masks)
             tensors = None if tensors is None else {k: v for k, v in tensors.items() if k not in names}
         with autocast(self.precision, self.device), masked, self.dense_gradients():
-            outputs = self.module(x) if tensors is None else functional_call(self.module, tensors, (x,))
+            outputs = self.module(x) if tensors is None else self._called(tensors, x)
         return outputs.float()
+
+    def _called(self, tensors: dict[str, Tensor], x: Tensor) -> Tensor:
+        """The module's answer with these tensors in place of those of these names.
+
+        Tied names are given here: `functional_call` gives a module of two names the tensors twice, and takes the first
+        ones for its own afterwards.
+        """
+        tied = {name: tensors[first] for name, first in self.tied.items() if first in tensors}
+        return cast(Tensor, functional_call(self.module, tensors | tied, (x,), tie_weights=False))
 
     @contextmanager
     def draws_from(self, seed: int) -> Iterator[None]:
@@ -565,7 +625,7 @@ class Network:
         self.module.eval()
         try:
             with self.kept_features() as features, self.without_cudnn(), autocast(self.precision, self.device):
-                outputs = functional_call(self.module, self.spec.tensors(row_P), (x,))
+                outputs = self._called(self.spec.tensors(row_P), x)
         finally:
             self.module.train(was_training)
         return features[-1].float(), outputs.float()

@@ -96,6 +96,7 @@ class Setup:
             runtime.gpus_per_host or 1.0,  # several hosts, or runs of a study, may share a GPU
             seed=self.experiment.seed,
             template=self.template,
+            key=self.recipe.key,
         )
         if self.frozen and self.template is None and digest_of(network.frozen) != self.frozen:
             raise ConfigError(
@@ -110,10 +111,10 @@ class Setup:
                 )
         return network
 
-    def worker(self, device: str = "cpu", engine: str = SEQUENTIAL) -> Worker:
-        """A new worker for a process."""
+    def worker(self, device: str = "cpu", engine: str = SEQUENTIAL, last_batch: int = 0) -> Worker:
+        """A new worker for a process. engine, last_batch: of `EngineChoice`."""
         configured = self.experiment.runtime.engine != "auto"
-        return Worker(self.network(device), self.federation, engine, self.attack, configured)
+        return Worker(self.network(device), self.federation, engine, self.attack, configured, last_batch)
 
     @property
     def warnings(self) -> list[str]:

@@ -8,6 +8,8 @@ from cfl_ray import models
 from cfl_ray.errors import ConfigError
 from cfl_ray.models import REGISTRY, recipe
 from cfl_ray.models.factory import ModelRecipe
+from cfl_ray.nn import network
+from cfl_ray.nn.graph import Unsupported, graph_of
 
 MNIST, CIFAR = (1, 28, 28), (3, 32, 32)
 
@@ -55,6 +57,62 @@ def test_a_process_tries_a_network_of_the_package_once_and_a_users_every_time(mo
     for seed in (6, 7):
         recipe(lambda: REGISTRY[name](MNIST, 10, **options), {}, MNIST, 10, seed=seed)
     assert seeds == [3, 5, 6, 7]
+
+
+class Everything(nn.Module):
+    """Dropout as a layer, as a layer called twice, and as a function; statistics; a pass that writes to its samples."""
+
+    def __init__(self, functional: bool):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4)
+        self.drop, self.twice, self.functional = nn.Dropout(0.5), nn.Dropout(0.3), functional
+
+    def forward(self, x):
+        x = self.norm(self.drop(self.first(x.mul_(2))))
+        if self.functional:
+            return self.last(nn.functional.dropout(x, 0.3, self.training))
+        return self.last(self.twice(self.twice(x)))
+
+
+def graph(of):
+    """The graph of a network, or the reason why it has none."""
+    try:
+        return graph_of(of)
+    except Unsupported as reason:
+        return str(reason)
+
+
+@pytest.mark.parametrize(
+    "factory, shape",
+    [
+        (lambda: Everything(True), (6,)),
+        (lambda: Everything(False), (6,)),
+        (recipe("leaf_cnn", {}, MNIST, 4), MNIST),  # channels last
+        (recipe("femnist_cnn", {}, MNIST, 4), MNIST),
+    ],
+)
+def test_a_network_of_a_known_key_is_as_one_with_trial_passes_of_its_own(factory, shape, monkeypatch):
+    monkeypatch.setattr(network, "_TRIALS", {})
+    key = object()
+    alone, first, other = (network.Network(factory, shape, seed=s, key=k) for s, k in enumerate((None, key, key)))
+    assert len(network._TRIALS) == 1
+    assert graph(alone) == graph(first) == graph(other)
+    kept = ("output_shape", "last_layer", "random_forward", "batch_statistics", "side_effect", "channels_last", "spec")
+    row_P, x = alone.new_model(0, 0), torch.rand(3, *shape)
+    outputs = []
+    for one in (alone, first, other):
+        assert [getattr(one, name) for name in kept] == [getattr(alone, name) for name in kept]
+        drops = {name: (layer.p, layer.sample_shape) for name, layer in one.dropouts.items()}
+        assert drops == {name: (layer.p, layer.sample_shape) for name, layer in alone.dropouts.items()}
+        assert torch.equal(one.new_model(0, 0), row_P), "of the seed that is asked for"
+        one.load(row_P)
+        one.module.train()
+        for number, layer in enumerate(one.dropouts.values()):
+            layer.mask = torch.full((3, *layer.sample_shape), 0.5 * (number + 1))
+        with one.draws_from(1), torch.no_grad():
+            outputs.append((one.trained_outputs(one.input(x)), one.row().clone()))
+    assert all(torch.equal(a, b) for found in outputs[1:] for a, b in zip(found, outputs[0]))
+    assert torch.equal(x, x.clamp(0, 1)), "a pass that writes to its samples has copies"
 
 
 def test_femnist_cnn_starts_from_xavier():
