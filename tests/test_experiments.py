@@ -1,6 +1,7 @@
 """Experiments and studies in jobs/experiments are valid, run, have the sizes of their papers and their numbers."""
 
 import os
+import re
 from functools import cache
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from cfl_ray.config.partition import PARTITION_KINDS
 from cfl_ray.config.study import Study, load_study, merged
 from cfl_ray.errors import DataError
 from cfl_ray.methods import resolve
+from cfl_ray.plugins.loading import load_plugin
 from cfl_ray.results.published import load_published
 from cfl_ray.study.study_plan import StudyRun, plan
 from cfl_ray.study.sweep import trials_of
@@ -172,6 +174,25 @@ def with_layers(method):
     ((name, options),) = method.items()
     layer = {"layer": min(options["layer"], 2)} if options and options.get("layer") else {}
     return {name: options | layer} if layer else method
+
+
+@pytest.mark.parametrize(
+    "network",
+    [
+        "clove/networks.py:cifar10",
+        "fedbabu/official.py:mobilenet",
+        "fedpac/official.py:cifar_cnn",
+        "fedpac/official.py:fashion_cnn",
+        "fedproto/official.py:mnist_cnn",
+        "flux/anda.py:lenet5",
+    ],
+)
+def test_a_network_of_a_recipe_has_the_size_and_the_input_that_it_says(network):
+    """`N parameters on CxHxW`, with 10 classes or as many as it says."""
+    factory = load_plugin(str(FOLDER / network), "model")
+    said = re.search(r"([\d,]+) parameters on (\d+)x(\d+)x(\d+)(?: with (\d+) classes)?", factory.__doc__)
+    count, *shape, classes = (int(number.replace(",", "")) for number in (said[1], *said.groups("10")[1:]))
+    assert sum(one.numel() for one in factory(tuple(shape), classes).parameters()) == count
 
 
 # ---- published numbers

@@ -21,7 +21,7 @@ from cfl_ray.cli.console import err, say
 from cfl_ray.errors import Interrupted, RunStopped, UserError, class_and_text, notes_of, says_where
 from cfl_ray.errors.redaction import redact
 from cfl_ray.plugins.calling import is_user_file, users_place
-from cfl_ray.system.imports import skip_last_collections
+from cfl_ray.system.collection import skip_last_collections
 
 # new objects until the garbage collector looks for cycles; with Python's 700 it takes a fifth of the time of imports
 _OBJECTS = 50_000

@@ -13,10 +13,10 @@ from typing import Any
 from cfl_ray import config
 from cfl_ray.errors import RunError, UserError, command
 from cfl_ray.results.run_record import how_to_resume
-from cfl_ray.results.study_folder import is_finished, methods_in
+from cfl_ray.results.study_folder import begun_methods, is_finished, methods_in
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.session_file import ServerAddress, read_server_address
-from cfl_ray.tracking import RoundRecord, read_end, read_info, read_records
+from cfl_ray.tracking import RoundRecord, read_end, read_records
 from cfl_ray.tracking.record import (
     BEST_ROUND,
     is_evaluated,
@@ -77,7 +77,7 @@ def status(run_dir: Path) -> RunStatus:
     label = answer.get("method") or next(reversed(methods), None)
     if live and label and methods.get(label) != "finished":
         methods[label] = "at work"
-    waiting = max(0, len(methods_in({"methods": experiment.methods})) - len(methods))
+    waiting = max(0, len(methods_in(experiment.methods)) - len(methods))
     all_finished = not waiting and set(methods.values()) <= {"finished"}
     # a run may be killed between the end of its last method and its own
     state = "live" if live else "finished" if all_finished and is_finished(run_dir) else _ended(run_dir)
@@ -242,10 +242,8 @@ def _run(run_dir: Path) -> RunDirectory:
 
 
 def _begun(run_dir: Path) -> dict[str, str]:
-    """The methods that have begun, latest last: label -> finished or begun. Runs no code that the config names."""
-    infos = {file.parent: read_info(file.parent) for file in run_dir.glob(f"*/{RunDirectory.info.name}")}
-    begun = sorted(infos, key=lambda directory: infos[directory].time_ms)
-    return {directory.name: "finished" if is_finished(directory) else "begun" for directory in begun}
+    """The methods that have begun, latest last: label -> finished or begun."""
+    return {folder.name: "finished" if is_finished(folder) else "begun" for folder in begun_methods(run_dir)}
 
 
 def _ended(run_dir: Path) -> str:

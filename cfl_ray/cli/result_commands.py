@@ -3,6 +3,7 @@
 import html
 import os
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +15,8 @@ from cfl_ray.errors import ConfigError, command
 
 if TYPE_CHECKING:
     from cfl_ray.report.report_data import ReportedExperiment
-    from cfl_ray.results.comparison import ClientScores, RunMetrics
+    from cfl_ray.results.client_scores import ClientScores
+    from cfl_ray.results.comparison import RunMetrics
 
 
 def status(
@@ -186,14 +188,16 @@ def _check_tables(style: str, of_round: str, test: str, correction: str) -> None
     from cfl_ray.results.comparison import FORMATS, ROUNDS
     from cfl_ray.results.significance import CORRECTIONS, TESTS
 
-    for option, value, known in (
-        ("--format", style, FORMATS),
-        ("--round", of_round, ROUNDS),
-        ("--test", test, TESTS),
-        ("--correction", correction, CORRECTIONS),
-    ):
-        if value not in known:
-            raise ConfigError(f"{option} must be one of {', '.join(known)}, got {value!r}")
+    _check_word("--format", style, FORMATS)
+    _check_word("--round", of_round, ROUNDS)
+    _check_word("--test", test, TESTS)
+    _check_word("--correction", correction, CORRECTIONS)
+
+
+def _check_word(option: str, value: str, known: Collection[str]) -> None:
+    """Raises ConfigError for an unknown value of an option."""
+    if value not in known:
+        raise ConfigError(f"{option} must be one of {', '.join(known)}, got {value!r}")
 
 
 def _check_together(
@@ -316,9 +320,8 @@ def figure(
     from cfl_ray.results.reporting import report_of
     from cfl_ray.run_directory import RunDirectory
 
-    for option, value, known in (("--format", style, FORMATS), ("--x", x, tuple(X_AXES))):
-        if value not in known:
-            raise ConfigError(f"{option} must be one of {', '.join(known)}, got {value!r}")
+    _check_word("--format", style, FORMATS)
+    _check_word("--x", x, X_AXES)
     for run_dir in run_dirs:
         if RunDirectory(run_dir).is_run:
             trust = may_import(run_dir, trust)

@@ -9,7 +9,7 @@ from cfl_ray.cli import inputs
 from cfl_ray.cli.console import out, say
 from cfl_ray.errors import ConfigError, RunError, command, counted
 from cfl_ray.runtime.on_ray.fork_server import forkable_imports
-from cfl_ray.system.imports import uncollected
+from cfl_ray.system.collection import uncollected
 
 if TYPE_CHECKING:  # the help text does not wait for torch
     from cfl_ray.config.study import Study
@@ -197,7 +197,7 @@ def run_all(
     code: str | None = None,
 ) -> None:
     """Runs the selected runs (None: all) of a study, or lists them (dry_run)."""
-    from cfl_ray.cli.progress import StudyDisplay
+    from cfl_ray.cli.study_progress import StudyDisplay
     from cfl_ray.study.run import plan_study, run_study
     from cfl_ray.study.study_plan import ALL
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from cfl_ray.data.columns import check_numbers, column_of
 from cfl_ray.data.table_files import read_rows
-from cfl_ray.data.tables import check_numbers, column_of
 from cfl_ray.errors import DataError, did_you_mean
 
 _TRACE_COLUMNS = ("client", "from", "to")

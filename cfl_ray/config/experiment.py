@@ -355,6 +355,11 @@ def _hashed_method(entry: Any) -> Any:
     ]
 
 
+def listed_methods(values: Mapping[str, Any]) -> Any:
+    """The entries of `methods` in the keys of an experiment; the default if they have none."""
+    return values.get("methods", Experiment.model_fields["methods"].default)
+
+
 def changed_local(local: LocalConfig, changes: Mapping[str, Any], where: str) -> LocalConfig:
     """The section `local` with some keys changed. Raises ConfigError with `where` in its message."""
     try:

@@ -44,6 +44,10 @@ class LocalSGD:
         """Whether gradients are clipped."""
         return self.clip_norm is not None and self.clip_norm < inf
 
+    def one_gradient(self) -> "LocalSGD":
+        """One step along the gradient over all samples: the start minus its result is `lr` times that gradient."""
+        return replace(self, steps=1, batch_size=None, momentum=0.0)
+
     def in_round(self, round: int, rounds: int) -> "LocalSGD":
         """This local training with the learning rate of round `round` (from 1) of `rounds`, and without `schedule`."""
         if self.schedule is None:

@@ -65,6 +65,12 @@ def weights_option(default: str = "samples") -> Any:
     return option(default, doc, source=source, choices=("samples", "uniform"))
 
 
+def average_option() -> Any:
+    """The option `average` of a method that averages models or gradients: "models" or "gradients"."""
+    doc = "what is averaged: models after local SGD, or one full-batch gradient each (gamma is local.lr)"
+    return option("models", doc, source="paper: both", choices=("models", "gradients"))
+
+
 @dataclass(frozen=True)
 class Start:
     """The arguments of a method's first state."""

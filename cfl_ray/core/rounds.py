@@ -1,4 +1,4 @@
-"""Rounds, placement and serving shared by several methods."""
+"""Rounds, placement, serving and diagnostics shared by several methods."""
 
 from typing import Any, TypeVar
 
@@ -92,3 +92,10 @@ def serve_per_cluster(state: State, clients: Clients, other_KP: Tensor | None = 
         return Serving(state.models_KP, clients.first_row())
     models_KP = with_mean(state.models_KP) if other_KP is None else torch.cat([state.models_KP, other_KP])
     return Serving(models_KP, row_or_last(state, clients))
+
+
+def record_global_score(clients: Clients, model_KP: Tensor) -> None:
+    """Records the diagnostic `global_score`: the mean test score of one model, (1, P), over the clients."""
+    score_M = clients.test(Serving(model_KP, clients.first_row()))[:, 0]
+    if not np.isnan(score_M).all():
+        clients.record("global_score", np.nanmean(score_M))

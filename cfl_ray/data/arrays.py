@@ -6,18 +6,27 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 
-from cfl_ray.core.tasks import IGNORED, TARGETS
+from cfl_ray.core.tasks import TARGETS
+from cfl_ray.data.array_checks import (
+    DENSE,
+    Array,
+    as_array,
+    check_lengths,
+    copied_tokens,
+    dense_labels,
+    ids_of,
+    inputs_of,
+    label_warnings,
+    num_outputs,
+    targets_of,
+)
 from cfl_ray.data.data_set import DataSet
 from cfl_ray.data.federation import DataShape, Federation, Index, IndexedFederation, Scaling, StoredSamples, tested_on
 from cfl_ray.data.plan import split_rows
 from cfl_ray.data.reading import reading
-from cfl_ray.errors import DataError, did_you_mean
+from cfl_ray.errors import DataError
 from cfl_ray.system.mapped import mapped_array
-
-Array = np.ndarray | torch.Tensor | Sequence[Any]
-DENSE = "data.labels: dense numbers the labels that occur 0, 1, ..."
 
 
 def federation_from_arrays(
@@ -61,8 +70,8 @@ def federation_from_arrays(
     labels: "given": C is the largest label + 1, or `num_classes`; "dense": labels are numbered 0.. in ascending order.
     class_names: the name of each class by its label in y; there are as many classes.
     """
-    x_, y_, ids = _inputs("x", x, vocabulary), targets_of("y", y, targets), _ids("clients", clients)
-    _check_lengths(len(x_), y=y_, clients=ids)
+    x_, y_, ids = inputs_of("x", x, vocabulary), targets_of("y", y, targets), ids_of("clients", clients)
+    check_lengths(len(x_), y=y_, clients=ids)
     names, client = np.unique(ids, return_inverse=True)
     test = _other_samples("test", x_test, y_test, (x_, y_), vocabulary, targets)
     validation = _other_samples("validation", x_validation, y_validation, (x_, y_), vocabulary, targets)
@@ -97,41 +106,33 @@ def federation_from_arrays(
         "num_classes": None if classes == num_outputs(None, parts, targets, vocabulary) else classes,
         "labels": list(found) if found else None,
         "class_names": None if class_names is None else list(names_C),
+        "order": order if order != "random" and view == "holdout" and owner is None else None,
     }
     recipe |= {key: value for key, value in optional.items() if value is not None}
-    validated_N = None  # the validation rows of each client
-    if validation is not None:
-        validator = np.zeros(0, np.int64)
-        if validation_clients is not None:
-            validator = _owner("validation", validation_clients, names, len(validation[0]))
-            validated_N = _rows_by_client(validator, len(names))
-        recipe["validation"] = digest(*validation, validator)
     rows_N, labels_NC = _rows_by_client(client, len(names)), None
     parts_N: list[tuple[np.ndarray, ...]] = [(rows, rows[:0]) for rows in rows_N]
     if view == "label":
         labels_NC = np.zeros((len(names), classes), bool)
         labels_NC[client, y_] = True
-    elif view == "holdout" and test is not None and owner is not None:
+    elif test is not None and owner is not None:
         parts_N = [(rows,) for rows in rows_N]
         (x_, y_), parts_N = _appended((x_, y_), parts_N, test, _rows_by_client(owner, len(names)))
         test = None
     elif view == "holdout":
         parts_N = _held_out(rows_N, names, holdout, order, seed)
-        recipe |= {} if order == "random" else {"order": order}
-    if validation is not None and validated_N is not None:
-        (x_, y_), parts_N = _appended((x_, y_), parts_N, validation, validated_N)
+    validator = np.zeros(0, np.int64)
+    if validation is not None:
+        if validation_clients is not None:
+            validator = _owner("validation", validation_clients, names, len(validation[0]))
+            (x_, y_), parts_N = _appended((x_, y_), parts_N, validation, _rows_by_client(validator, len(names)))
+        recipe["validation"] = digest(*validation, validator)
     samples, index = _by_client(x_, y_, parts_N, group_N, labels_NC, -1 if view == "holdout" else 0)
-    if validation is not None and validated_N is None:
-        index = replace(index, validation_set_N=np.zeros(len(names), np.int32))
     scaling = Scaling(255.0 if x_.dtype == np.uint8 else 1.0, normalize, vocabulary is not None).check(x_.shape[1:])
     shape = DataShape(x_.shape[1:], classes, vocabulary, targets, y_.shape[1:], names_C)
     federation = ArrayFederation(shape, view, recipe, index, scaling, samples, test, [str(name) for name in names])
     federation.of_labels, federation.has_test_samples = warnings, owner is not None
     if validation is not None:
-        own = validated_N is not None
-        federation.validation_view = "holdout" if own else "cluster" if view == "holdout" else view
-        federation.validation_samples_of_all = None if own else validation
-        federation.validation_sizes = [] if own else [len(validation[1])]
+        federation.validate_on(None if validation_clients is not None else validation)
     return federation
 
 
@@ -175,8 +176,8 @@ def data_set_from_arrays(
 
     groups: the true group of each sample. Other arguments: as in `federation_from_arrays`.
     """
-    x_, y_ = _inputs("x", x, vocabulary), targets_of("y", y, targets)
-    _check_lengths(len(x_), y=y_)
+    x_, y_ = inputs_of("x", x, vocabulary), targets_of("y", y, targets)
+    check_lengths(len(x_), y=y_)
     test = _other_samples("test", x_test, y_test, (x_, y_), vocabulary, targets)
     validation = _other_samples("validation", x_validation, y_validation, (x_, y_), vocabulary, targets)
     y_, (test, validation), found = _relabelled(y_, test, validation, labels=labels, targets=targets)
@@ -188,8 +189,8 @@ def data_set_from_arrays(
         raise DataError(f"{classes} classes, at most {np.iinfo(np.int16).max} can be divided; give `clients` yourself")
     group = None
     if groups is not None:
-        of_sample = _ids("groups", groups)
-        _check_lengths(len(x_), groups=of_sample)
+        of_sample = ids_of("groups", groups)
+        check_lengths(len(x_), groups=of_sample)
         group = np.unique(of_sample, return_inverse=True)[1].astype(np.int32)
     return DataSet(
         x_,
@@ -280,6 +281,14 @@ class ArrayFederation(IndexedFederation):
         self.has_test_samples = False  # whether each client's test samples are those of x_test that it has
         self.validation_samples_of_all: StoredSamples | None = None  # shared validation set; None: there is none
 
+    def validate_on(self, of_all: StoredSamples | None) -> None:
+        """Declares validation data: those of all clients, or those that each has in the index (None)."""
+        self.validation_samples_of_all = of_all
+        self.validation_view = "holdout" if of_all is None else "cluster" if self.view == "holdout" else self.view
+        self.validation_sizes = [] if of_all is None else [len(of_all[1])]
+        if of_all is not None:
+            self.index = replace(self.index, validation_set_N=np.zeros(self.num_clients, np.int32))
+
     @property
     def tested_on(self) -> str:
         if self.has_test_samples:
@@ -340,237 +349,11 @@ def _rows_by_client(client: np.ndarray, count: int) -> list[np.ndarray]:
 
 def _owner(part: str, clients: Array, names: np.ndarray, count: int) -> np.ndarray:
     """The number of the client of each sample of a part."""
-    ids = _ids(f"{part}_clients", clients)
-    _check_lengths(count, f"x_{part}", **{f"{part}_clients": ids})
+    ids = ids_of(f"{part}_clients", clients)
+    check_lengths(count, f"x_{part}", **{f"{part}_clients": ids})
     if unknown := sorted(set(ids.tolist()) - set(names.tolist()), key=str):
         raise DataError(f"{part}_clients: client {unknown[0]!r} has no training sample; leave its {part} samples out")
     return np.searchsorted(names, ids)
-
-
-# --- checks -------------------------------------------------------------------------------------
-
-
-def _numpy(name: str, values: Array) -> np.ndarray:
-    if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
-        raise DataError(
-            f"{name} has {np.ma.count_masked(values)} masked values; fill them ({name}.filled(...)) or leave them out"
-        )
-    if isinstance(values, list | tuple) and len(lengths := {len(row) for row in values if _is_row(row)}) > 1:
-        raise DataError(
-            f"{name} has rows of {min(lengths)} to {max(lengths)} entries; fill all up to {max(lengths)}: inputs with "
-            f"a token id that is used for nothing else, target tokens with {IGNORED}, which is not learned"
-        )
-    with reading(name, "an array", "convert it to a NumPy array or a dense tensor of float32 or integers"):
-        return np.asarray(values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else values)
-
-
-def _is_row(value: Any) -> bool:
-    return isinstance(value, list | tuple | np.ndarray | torch.Tensor) and np.ndim(value) > 0
-
-
-def _inputs(name: str, values: Array, vocabulary: int | None) -> np.ndarray:
-    x = _numpy(name, values)
-    if x.ndim < 2 or len(x) == 0 or 0 in x.shape:
-        raise DataError(f"{name} must be (n, *input) with n >= 1, got shape {x.shape}")
-    if vocabulary is not None:
-        return tokens(name, x, vocabulary)
-    if x.dtype == np.uint8:
-        return x
-    if not np.issubdtype(x.dtype, np.floating):
-        raise DataError(
-            f"{name} must be uint8 or float, got {x.dtype}; convert it, e.g. {name}.astype('float32'), "
-            "or give `vocabulary` for token ids"
-        )
-    return numbers(name, x)
-
-
-def numbers(name: str, x: np.ndarray) -> np.ndarray:
-    """Returns the numbers (n, ...) as float32. Raises DataError with the first row that is not finite."""
-    with np.errstate(over="ignore"):  # infinity is the error below
-        x = x.astype(np.float32, copy=False)
-    _check_rows(name, np.isfinite(x), "NaN or infinity as float32")
-    return x
-
-
-def _check_rows(name: str, valid: np.ndarray, what: str) -> None:
-    """Raises DataError with the first row that is not valid. valid: bool (n, ...). what: its invalid values."""
-    if not (valid_n := valid.reshape(len(valid), -1).all(1)).all():
-        raise DataError(
-            f"{name} has {what} in {(~valid_n).sum()} of {len(valid)} rows, first in row {valid_n.argmin()}"
-        )
-
-
-def check_count(name: str, value: object) -> None:
-    """Raises DataError for a value that is no whole number of at least 1."""
-    if not isinstance(value, int | np.integer) or value < 1:
-        raise DataError(f"{name} must be a whole number of at least 1, got {value!r}")
-
-
-def tokens(name: str, x: np.ndarray, vocabulary: int) -> np.ndarray:
-    """Returns token ids (n, ...) as int32. Raises DataError for other values than 0 .. vocabulary - 1."""
-    check_count("vocabulary", vocabulary)
-    if not np.issubdtype(x.dtype, np.integer):
-        raise DataError(f"{name} must be integers if `vocabulary` is given ({vocabulary}), got {x.dtype}")
-    low, high = int(x.min()), int(x.max())
-    if low < 0 or high >= vocabulary:
-        raise DataError(f"{name} has tokens {low} .. {high}, expected 0 .. {vocabulary - 1} (vocabulary {vocabulary})")
-    return x.astype(np.int32, copy=False)
-
-
-def _labels(name: str, values: Array) -> np.ndarray:
-    y = _numpy(name, values)
-    if y.ndim != 1 or not np.issubdtype(y.dtype, np.integer):
-        number = f"; {_remedy_of_labels(name, y)}"
-        raise DataError(f"{name} must be integers of shape (n,), got {y.dtype} of shape {y.shape}{number}")
-    if len(y) and y.min() < 0:
-        raise DataError(f"{name} has the negative label {y.min()} in row {y.argmin()}; labels run from 0")
-    if len(y) and y.max() > np.iinfo(np.int64).max:  # of uint64
-        raise DataError(
-            f"{name} has the label {y.max()} in row {y.argmax()}, too large for a class; number the classes"
-        )
-    return y.astype(np.int64, copy=False)
-
-
-def _remedy_of_labels(name: str, y: np.ndarray) -> str:
-    if y.dtype.kind in "USO" and y.ndim == 1:
-        return "numpy.unique(..., return_inverse=True)[1] numbers words"
-    if y.ndim == 2 and y.shape[1] == 1:
-        return f"write {name}[:, 0]"
-    if y.ndim == 2:
-        return f"{name}.argmax(1) makes labels of one-hot rows; task multi_label learns several labels per sample"
-    return f"convert them, e.g. {name}.astype(int), or set task: regression to learn numbers"
-
-
-def targets_of(name: str, values: Array, targets: str) -> np.ndarray:
-    """`values` as an array of the type in which targets of this kind are stored (`core.tasks`).
-
-    Raises DataError if the kind is unknown or the values do not fit it.
-    """
-    if targets not in TARGETS:
-        raise DataError(f"unknown targets {targets!r}{did_you_mean(targets, TARGETS)}")
-    if targets == "class":
-        return _labels(name, values)
-    y = _numpy(name, values)
-    if y.dtype.kind not in "iufb":
-        raise DataError(f"{name} must be numbers, got {y.dtype}")
-    if targets == "tokens":
-        if y.ndim != 2 or y.dtype.kind not in "iu" or 0 in y.shape:
-            raise DataError(f"{name} must be token ids from 0, integers (n, T), got {y.dtype} of shape {y.shape}")
-        y = y.astype(np.int64, copy=False)
-        _check_rows(name, (y >= 0) | (y == IGNORED), f"negative token ids other than {IGNORED}, which is not learned,")
-        if not (counts_n := (y != IGNORED).any(1)).all():
-            raise DataError(
-                f"{name}: every target in row {counts_n.argmin()} is {IGNORED}, which is not learned "
-                f"({(~counts_n).sum()} of {len(y)} rows); leave these samples out"
-            )
-        return y
-    if y.ndim not in ((1, 2) if targets == "real" else (2,)) or 0 in y.shape:
-        expected = "(n,) or (n, d)" if targets == "real" else "(n, C)"
-        raise DataError(f"{name} must have shape {expected} for targets {targets!r}, got {y.shape}")
-    if targets == "real":
-        numbers(name, y)
-    else:
-        _check_rows(name, (y == 0) | (y == 1), "values other than 0 and 1")
-    return y.astype(TARGETS[targets].stored, copy=False)
-
-
-def num_outputs(
-    num_classes: int | None, parts: Sequence[tuple[str, np.ndarray | None]], targets: str, vocabulary: int | None
-) -> int:
-    """C; for real and binary targets the columns of y, for tokens the vocabulary if no number is given.
-
-    parts: (name for messages, targets) of the training part and the test part; targets None: no test part. Raises
-    DataError for a label that is not below `num_classes`, and for another number of columns.
-    """
-    given = [(name, y) for name, y in parts if y is not None]
-    if num_classes is not None:
-        check_count("num_classes", num_classes)
-    if targets in ("class", "tokens"):
-        num_classes = vocabulary if num_classes is None and targets == "tokens" else num_classes
-        largest = [(int(y.max()), name) for name, y in given]
-        for label, name in largest:
-            if num_classes is not None and label >= num_classes:
-                raise DataError(
-                    f"{name}: label {label} does not fit num_classes {num_classes}; labels run from 0 to "
-                    f"{num_classes - 1}"
-                )
-        return max(largest)[0] + 1 if num_classes is None else num_classes
-    y = given[0][1]
-    columns = y.shape[1] if y.ndim == 2 else 1
-    if num_classes not in (None, columns):
-        raise DataError(
-            f"num_classes is {num_classes}, but y of targets {targets!r} has {columns} columns; leave it out"
-        )
-    return columns
-
-
-def dense_labels(parts: Sequence[tuple[str, np.ndarray]]) -> tuple[list[np.ndarray], tuple[str, ...]]:
-    """Labels numbered 0.. in ascending order of those in the first part, and the original labels as names.
-
-    parts: (name for messages, integers) of the training part and, if there is one, the test part. Raises DataError for
-    a label that only the test part has.
-    """
-    known = np.unique(parts[0][1])
-    for name, y in parts:
-        if not (is_known := np.isin(y, known)).all():
-            raise DataError(
-                f"{name}: label {y[~is_known][0]} has no training sample, so labels cannot be numbered densely; leave "
-                "its samples out, or number the labels yourself"
-            )
-    return [np.searchsorted(known, y) for _, y in parts], tuple(str(label) for label in known.tolist())
-
-
-_SHOWN = 10  # labels that a message lists
-
-
-def label_warnings(name: str, y: np.ndarray, num_classes: int, remedy: str) -> list[str]:
-    """A warning if not every class has a training sample; otherwise empty. remedy: of unused labels."""
-    labels = np.unique(y)
-    if len(labels) == num_classes:
-        return []
-    shown = ", ".join(map(str, labels[:_SHOWN].tolist())) + (f", ... {labels[-1]}" if len(labels) > _SHOWN else "")
-    return [
-        f"{name}: {len(labels)} of {num_classes} classes have training samples (labels {shown}), the model has an "
-        f"output for each of 0 .. {num_classes - 1}; {remedy}"
-    ]
-
-
-def copied_tokens(name: str, x: np.ndarray, y: np.ndarray, targets: str) -> list[str]:
-    """A warning if all target tokens that are learned equal the input tokens at their places; otherwise empty."""
-    if targets != "tokens" or x.shape != y.shape or not ((x == y) | (y == IGNORED)).all():
-        return []
-    return [
-        f"{name}: the target tokens equal the input tokens at the same places, so a model learns to copy; labels of "
-        "transformers are so, whose models shift them: next_token needs the next tokens, x[:, :-1] and y[:, 1:]"
-    ]
-
-
-def _ids(name: str, values: Array) -> np.ndarray:
-    ids = _numpy(name, values)
-    if ids.dtype == object:
-        kinds = {_kind_of_id(value) for value in ids.ravel()}
-        if kinds not in ({str}, {int}):
-            types = ", ".join(sorted(kind.__name__ for kind in kinds))
-            raise DataError(f"{name} must be all integers or all strings, got {types}")
-        ids = ids.astype(np.str_ if kinds == {str} else np.int64)
-    if ids.ndim != 1 or ids.dtype.kind not in "iuU":
-        raise DataError(f"{name} must be integers or strings of shape (n,), got {ids.dtype} of shape {ids.shape}")
-    return ids
-
-
-def _kind_of_id(value: object) -> type:
-    """The type of an id: str or int if it is valid."""
-    if isinstance(value, str):
-        return str
-    if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
-        return int
-    return type(value)
-
-
-def _check_lengths(n: int, reference: str = "x", **arrays: np.ndarray) -> None:
-    for name, values in arrays.items():
-        if len(values) != n:
-            raise DataError(f"{name} has {len(values)} entries, {reference} has {n}; each sample needs an entry")
 
 
 def _other_samples(
@@ -581,8 +364,8 @@ def _other_samples(
         return None
     if x is None or y is None:
         raise DataError(f"x_{part} and y_{part} belong together; give both or neither")
-    samples = _inputs(f"x_{part}", x, vocabulary), targets_of(f"y_{part}", y, targets)
-    _check_lengths(len(samples[0]), f"x_{part}", **{f"y_{part}": samples[1]})
+    samples = inputs_of(f"x_{part}", x, vocabulary), targets_of(f"y_{part}", y, targets)
+    check_lengths(len(samples[0]), f"x_{part}", **{f"y_{part}": samples[1]})
     for name, tested, trained in zip(("x", "y"), samples, train, strict=True):
         if (tested.shape[1:], tested.dtype) != (trained.shape[1:], trained.dtype):
             raise DataError(
@@ -615,9 +398,9 @@ def _groups(groups: Mapping[Any, Any] | Array | None, names: np.ndarray, client:
             raise DataError(
                 f"groups names no group for client {missing[0]!r} ({len(missing)} of {len(names)} clients are missing)"
             )
-        of_client = _ids("groups", [groups[name] for name in names.tolist()])
+        of_client = ids_of("groups", [groups[name] for name in names.tolist()])
     else:
-        of_sample = _ids("groups", groups)
+        of_sample = ids_of("groups", groups)
         if len(of_sample) != len(client):
             raise DataError(
                 f"groups has {len(of_sample)} entries, x has {len(client)}; each sample needs an entry, or give groups "
@@ -735,7 +518,7 @@ def _arrays(dataset: PairDataset, name: str, targets: str) -> tuple[np.ndarray, 
 def _input(value: Any, name: str) -> np.ndarray:
     if getattr(value, "mode", None) in ("P", "PA") and hasattr(value, "getbands"):
         raise DataError(f"{name} is an image of mode {value.mode}, numbers of colours; write image.convert('RGB')")
-    x = _numpy(f"the input of {name}", value)
+    x = as_array(f"the input of {name}", value)
     if x.dtype == object:
         raise DataError(f"the input of {name} is {type(value).__name__}, expected a tensor, an array or an image")
     if hasattr(value, "getbands"):  # a PIL image: (H, W) or (H, W, C)
@@ -744,7 +527,7 @@ def _input(value: Any, name: str) -> np.ndarray:
 
 
 def _target(value: Any, name: str, targets: str) -> np.ndarray:
-    y = _numpy(f"the target of {name}", value)
+    y = as_array(f"the target of {name}", value)
     if targets == "class":
         if y.size != 1 or not np.issubdtype(y.dtype, np.integer):
             raise DataError(f"the label of {name} is {y.dtype} of shape {y.shape}, expected one integer")

@@ -15,11 +15,12 @@ import pyarrow.parquet as pq
 
 from cfl_ray.config import ColumnsConfig
 from cfl_ray.data import hf_disk
+from cfl_ray.data.columns import MAX_LABEL, Named, alike_warnings, column_of, concatenated, label_names
 from cfl_ray.data.data_set import DataSet, Progress
 from cfl_ray.data.decoding import Decoder, Encoded, suffixes
 from cfl_ray.data.raw_files import FileState, RawFiles
 from cfl_ray.data.reading import reading
-from cfl_ray.data.tables import MAX_LABEL, Named, alike_warnings, column_of, concatenated, data_set_of, label_names
+from cfl_ray.data.tables import data_set_of
 from cfl_ray.errors import DataError, counted, did_you_mean
 from cfl_ray.system.collection import paused_collection
 

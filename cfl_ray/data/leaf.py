@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from cfl_ray.data.arrays import DENSE, label_warnings
+from cfl_ray.data.array_checks import DENSE, label_warnings
+from cfl_ray.data.columns import numbered
 from cfl_ray.data.data_set import DataSet, Progress
 from cfl_ray.data.reading import reading
-from cfl_ray.data.tables import numbered
 from cfl_ray.errors import DataError, counted
 
 SIDE = 28  # pixels

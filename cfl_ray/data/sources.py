@@ -35,7 +35,8 @@ from cfl_ray.config.data import (
 )
 from cfl_ray.core.rng import stream
 from cfl_ray.data import image_files, leaf, tables
-from cfl_ray.data.arrays import DENSE, label_warnings
+from cfl_ray.data.array_checks import DENSE, label_warnings
+from cfl_ray.data.columns import MAX_LABEL, numbered
 from cfl_ray.data.data_set import DataSet, Progress, Source, find, roots
 from cfl_ray.data.hf_disk import saved_dataset
 from cfl_ray.data.raw_files import RawFiles
@@ -202,9 +203,7 @@ def _read_medmnist(file: Path, named: Sequence[str], dense: bool) -> DataSet:
     labels: list[np.ndarray] = [y for _, y in parts]
     class_names: tuple[str, ...] = ()
     if dense:
-        labels, class_names = tables.numbered(
-            [(f"{file}: {name}_labels", y) for name, y in zip(named, labels, strict=True)]
-        )
+        labels, class_names = numbered([(f"{file}: {name}_labels", y) for name, y in zip(named, labels, strict=True)])
     num_classes = len(class_names) or max(int(y.max()) for y in labels) + 1
     warnings = label_warnings(f"{file}: train_labels", labels[0], num_classes, DENSE)
     return DataSet(
@@ -236,9 +235,9 @@ def _medmnist_part(file: Path, part: str, x: np.ndarray, y: np.ndarray) -> tuple
         )
     if len(x) != len(y):
         raise DataError(f"{file} has {len(x)} {part}_images and {len(y)} {part}_labels, expected as many")
-    if y.dtype.kind not in "iu" or (len(y) and not 0 <= y.min() <= y.max() <= tables.MAX_LABEL):
+    if y.dtype.kind not in "iu" or (len(y) and not 0 <= y.min() <= y.max() <= MAX_LABEL):
         found = f"{y.min()}..{y.max()}" if y.dtype.kind in "iuf" and len(y) else str(y.dtype)
-        raise DataError(f"{file}: {part}_labels must be integers in 0..{tables.MAX_LABEL}, got {found}")
+        raise DataError(f"{file}: {part}_labels must be integers in 0..{MAX_LABEL}, got {found}")
     x = x[:, None] if x.ndim == 3 else np.ascontiguousarray(x.transpose(0, 3, 1, 2))
     return x, y.reshape(len(y)).astype(np.int16)
 

@@ -10,7 +10,7 @@ from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Address
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine import rule
-from cfl_ray.engine.compiled import operations_of, why_not_here
+from cfl_ray.engine.compiled import operations_of, products_by_sample, why_not_here
 from cfl_ray.engine.engines import COMPILED, ENGINES, Division
 from cfl_ray.engine.rule import Facts
 from cfl_ray.engine.task import TrainingTask
@@ -38,6 +38,9 @@ class EngineChoice:
 
     engine: str  # a name of `ENGINES`
     reason: str  # a line that begins with the name
+    # samples of the batches of a second program of `compiled`, for the last batches of epochs; 0: none. Another program
+    # computes other last bits, so that the choice holds for the whole run
+    last_batch: int = 0
 
 
 def choose(facts: Facts) -> EngineChoice:
@@ -68,12 +71,46 @@ def choice_of(
     while True:
         choice = choose(facts)
         task, tried = median_task(network, federation, local), compiling.tried or choice.engine != COMPILED
-        reason = _trial_error(choice.engine, network, task) if tried else None
-        if reason is None and choice.engine == COMPILED:
-            return replace(choice, reason=f"{choice.reason}; {_break_even(network, task, facts, compiling)[1]}")
-        if reason is None:
+        if choice.engine == COMPILED:
+            choice = replace(choice, reason=f"{choice.reason}; {_break_even(network, task, facts, compiling)[1]}")
+            choice = with_last_batch(choice, network, federation, local, compiling)
+            task = replace(task, last_batch=choice.last_batch)
+        if (reason := _trial_error(choice.engine, network, task) if tried else None) is None:
             return choice
         facts = replace(facts, cannot={**facts.cannot, choice.engine: reason})
+
+
+def with_last_batch(
+    choice: EngineChoice, network: Network, federation: Federation, local: LocalSGD, compiling: Compiling
+) -> EngineChoice:
+    """The choice of `compiled`, with a second program if the experiment saves more time by it than compiling takes."""
+    task = median_task(network, federation, local)
+    size, share = _last_batch(network.random_forward, _sizes(federation), local)
+    saved = share * products_by_sample(network, task) * rule.PRODUCT / 1e6 * compiling.clients if size else 0.0
+    if not saved:
+        return choice
+    seconds = rule.compile_seconds(operations_of(network, task)[:1])
+    worth_while = saved >= seconds or compiling.when == "always"
+    text = f"a second program for last batches of {'' if network.random_forward else 'at most '}{size} "
+    text += f"{'takes' if worth_while else 'would take'} {seconds:.0f} s and save{'s' * worth_while} {_seconds(saved)}"
+    return replace(choice, reason=f"{choice.reason}; {text}", last_batch=size if worth_while else 0)
+
+
+def _last_batch(exactly: bool, sizes: np.ndarray, local: LocalSGD) -> tuple[int, float]:
+    """The size of smaller batches that saves most, and the samples by which it is less than a full batch.
+
+    These samples are those of a round, the mean over the clients. exactly: no batches of fewer samples are filled.
+    sizes: samples of the clients.
+    """
+    batch = local.batch_size or 0
+    per_epoch, steps = local.batches_of(sizes), local.steps_of(sizes)
+    last = np.minimum(sizes - (per_epoch - 1) * batch, batch)
+    short = (last < batch) & (2 * sizes >= batch)  # others are trained sequentially
+    if not short.any():
+        return 0, 0.0
+    batches = np.bincount(last[short], (steps // per_epoch)[short], minlength=batch)  # by their samples
+    saved = (batches if exactly else batches.cumsum()) * (batch - np.arange(batch)) / len(sizes)
+    return int(saved.argmax()), float(saved.max())
 
 
 def why_not_compile(facts: Facts, compiling: Compiling) -> str | None:

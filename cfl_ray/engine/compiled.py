@@ -7,9 +7,10 @@ program. Of other steps (own optimisers, steps of client programs, clipped gradi
 program, and the step is that of `manual`: operations on a row.
 
 Masks of dropout are inputs of the program; other draws, as of attention, are from PyTorch's generator, as in
-`sequential`. A batch that is not full is filled with samples of weight 0, so that one program serves all batches,
-unless the network draws by itself: then it is computed without the program. The result equals that of `sequential` up
-to rounding.
+`sequential`. A batch that is not full is filled with samples of weight 0, so that one program serves all batches, or
+a second one, for fewer samples, those that fit into it (`TrainingTask.last_batch`). Of a network that draws by itself
+it is not filled: without a program of its size, it is computed operation by operation. The result equals that of
+`sequential` up to rounding.
 """
 
 import platform
@@ -76,7 +77,8 @@ class Recorded:
     function: Callable[..., Sequence[Tensor]]
     recording: RecordedFunction
     further: tuple[Tensor, ...]  # further inputs: frozen parameters and constant buffers
-    batch: int  # samples
+    batch: int  # samples of a step
+    steps: int  # at most 1: of a gradient or a step
 
 
 Program = tuple[Recorded, Any]  # with its package
@@ -104,6 +106,14 @@ def why_not(network: Network, tasks: Sequence[TrainingTask]) -> str | None:
 def operations_of(network: Network, task: TrainingTask) -> list[int]:
     """The numbers of operations of the programs with which a task is trained."""
     return [len(one.recording.operations) for one in recordings_of(network, task) if isinstance(one, Recorded)]
+
+
+def products_by_sample(network: Network, task: TrainingTask) -> int:
+    """Multiplications of a step, for each sample of a batch; 0 if batches of fewer samples take as long."""
+    first = recordings_of(network, task)[0]
+    if isinstance(first, str) or (products := first.recording.counts.products) <= _FEW_PRODUCTS:
+        return 0
+    return products // first.batch
 
 
 def why_not_here(network: Network, task: TrainingTask) -> str | None:
@@ -144,20 +154,22 @@ def _why_not_network(network: Network) -> str | None:
 def recordings_of(network: Network, task: TrainingTask) -> list[Recorded | str]:
     """The recordings with which a task is trained; in place of one, the reason, a line, if there is none.
 
-    They are of one step, or of the gradient of a batch, and then of several steps if there are such.
+    They are of one step, or of the gradient of a batch, and then of a smaller batch, or of several steps.
     """
-    steps = Steps.of(network, task)
-    first = _recorded_of(network, task, steps)
-    if isinstance(first, str) or steps is None or task.steps < _UNROLLED or network.random_forward:
+    steps, batch = Steps.of(network, task), task.local.batch_size
+    assert batch is not None
+    first = _recorded_of(network, task, steps, batch)
+    if isinstance(first, str):
         return [first]
     if first.recording.counts.products > _FEW_PRODUCTS:
+        smaller = 0 < task.last_batch < batch
+        return [first, _recorded_of(network, task, steps, task.last_batch)] if smaller else [first]
+    if steps is None or task.steps < _UNROLLED or network.random_forward:
         return [first]
-    return [first, _recorded_of(network, task, replace(steps, count=_UNROLLED))]
+    return [first, _recorded_of(network, task, replace(steps, count=_UNROLLED), batch)]
 
 
-def _recorded_of(network: Network, task: TrainingTask, steps: Steps | None) -> Recorded | str:
-    batch = task.local.batch_size
-    assert batch is not None
+def _recorded_of(network: Network, task: TrainingTask, steps: Steps | None, batch: int) -> Recorded | str:
     kept = _RECORDED.setdefault(network, {})
     key = batch, task.y.dtype, tuple(task.y.shape[1:]), steps
     if key not in kept:
@@ -190,7 +202,7 @@ def _recorded(network: Network, task: TrainingTask, batch: int, steps: Steps | N
         return str(error)
     except RuntimeError as error:  # of a forward pass that needs other tensors than those of `functional_call`
         return first_line(error)[:120]
-    return _why_no_gain(recording.counts) or Recorded(function, recording, further, batch)
+    return _why_no_gain(recording.counts) or Recorded(function, recording, further, batch, count)
 
 
 def _why_no_gain(counts: RecordedCounts) -> str | None:
@@ -275,7 +287,7 @@ def train(network: Network, tasks: Iterable[TrainingTask]) -> Iterator[TrainingR
     for index, task in enumerate(tasks):
         programs = [_program(recorded) for recorded in recordings_of(network, task)]
         if (steps := Steps.of(network, task)) is None:
-            yield train_row(_Gradient(network, task, row_P, programs[0]), index)
+            yield train_row(_Gradient(network, task, row_P, programs), index)
         else:
             yield _Steps(network, task, steps, programs).result_of(index)
 
@@ -292,49 +304,72 @@ def _program(recorded: Recorded | str) -> Program:
 
 
 class _Inputs:
-    """Batches of a client as the inputs of a program, which has full ones of `size` samples."""
+    """Batches of a client as the inputs of programs, of which each has batches of one size.
 
-    def __init__(self, of: LocalBatches, size: int):
-        self.of, self.size, self.mean_B = of, size, torch.full((size,), 1 / size)
+    programs: of one step or gradient, the largest with full batches.
+    """
 
-    def samples(self, batch: int) -> tuple[np.ndarray, Tensor]:
-        """The samples of a batch of the present step, filled to a full one, and their weights in its loss."""
+    def __init__(self, of: LocalBatches, programs: Sequence[Program]):
+        self.of, self.programs = of, {program[0].batch: program for program in programs if program[0].steps == 1}
+        self.full = max(self.programs)
+        self._mean = {size: torch.full((size,), 1 / size) for size in self.programs}
+
+    def samples(self, batch: int, full: bool = False) -> tuple[np.ndarray, Tensor]:
+        """The samples of a batch of the present step, filled to the size of a program, and their weights in its loss.
+
+        full: whether the program is that of full batches.
+        """
         task, index = self.of.task, self.of.batches[batch]
         index_B = np.arange(len(task.y)) if index is None else np.asarray(index)
-        real, weight_B = len(index_B), self.mean_B
-        if real < self.size and self.of.network.random_forward:  # draws would differ from those of a full batch
-            weight_B = torch.full((real,), 1 / real)
-        elif real < self.size:
-            weight_B, index_B = torch.zeros(self.size), np.pad(index_B, (0, self.size - real), mode="edge")
+        real = len(index_B)
+        size = self.full if full else self._size(real)
+        weight_B = self._mean.get(real, torch.full((real,), 1 / real)) if size == real else torch.zeros(size)
+        if real < size:
+            index_B = np.pad(index_B, (0, size - real), mode="edge")
             weight_B[:real] = 1 / real
         weight_n = task.held.weight_n
         return index_B, weight_B if weight_n is None else weight_B * weight_n[torch.from_numpy(index_B)]
 
+    def _size(self, real: int) -> int:
+        """The samples of the smallest program for a batch, or those of the batch if no program has them."""
+        if self.of.network.random_forward:  # draws would differ from those of a larger batch
+            return real
+        return min(size for size in self.programs if size >= real)
+
     def outputs(
-        self, program: Program, row_P: Tensor, samples: tuple[np.ndarray, Tensor], others: Sequence[Tensor], batch: int
+        self,
+        row_P: Tensor,
+        samples: tuple[np.ndarray, Tensor],
+        others: Sequence[Tensor],
+        batch: int,
+        several: Program | None = None,
     ) -> Sequence[Tensor]:
-        """The outputs of a program at a row on these samples, which begin with those of a batch of the present step."""
-        (recorded, package), (index_B, weight_B) = program, samples
+        """The outputs of a program at a row on these samples, which begin with those of a batch of the present step.
+
+        several: a program of several steps; None: that of one with these samples.
+        """
+        index_B, weight_B = samples
+        program = several or self.programs.get(len(index_B))
         index = torch.from_numpy(index_B)
         inputs = [row_P, self.of.task.x[index], self.of.task.y[index], weight_B, *others]
         with self.of.draws(batch):
-            if len(index_B) < self.size:
-                return recorded.function(*inputs)
-            outputs: Sequence[Tensor] = package.run([*inputs, *recorded.further])
+            if program is None:
+                return self.programs[self.full][0].function(*inputs)
+            outputs: Sequence[Tensor] = program[1].run([*inputs, *program[0].further])
             return outputs
 
 
 class _Gradient(RowGradient):
-    """Gradients by a program."""
+    """Gradients by programs."""
 
-    def __init__(self, network: Network, task: TrainingTask, row_P: Tensor, program: Program):
+    def __init__(self, network: Network, task: TrainingTask, row_P: Tensor, programs: Sequence[Program]):
         super().__init__(network, task, row_P, row_P[: network.spec.trained])
-        self.program, self.inputs = program, _Inputs(self, program[0].batch)
+        self.inputs = _Inputs(self, programs)
 
     def of_batch(self, batch: int) -> list[Tensor]:
         samples = self.inputs.samples(batch)
         masks = self.masks(batch, len(samples[0]))
-        g_P, loss = self.inputs.outputs(self.program, self.row, samples, masks, batch)
+        g_P, loss = self.inputs.outputs(self.row, samples, masks, batch)
         self.losses.append(float(loss))
         return self.parts_of(g_P)
 
@@ -344,8 +379,9 @@ class _Steps(LocalBatches):
 
     def __init__(self, network: Network, task: TrainingTask, steps: Steps, programs: list[Program]):
         super().__init__(network, task)
-        self.inputs, self.row = _Inputs(self, programs[0][0].batch), task.start_P.clone()
-        self.programs, local, terms = programs, task.local, task.held.proximal
+        self.inputs, self.row = _Inputs(self, programs), task.start_P.clone()
+        self.several = next((program for program in programs if program[0].steps > 1), None)
+        local, terms = task.local, task.held.proximal
         trained = network.spec.trained
         self.numbers = torch.tensor([local.momentum, local.weight_decay, *(term.weight for term in terms)])
         kept = task.held.velocity
@@ -356,25 +392,26 @@ class _Steps(LocalBatches):
         """Takes the steps, and returns the result of task `index`."""
         task, batches, number = self.task, self.task.batches(), 0
         while number < task.steps:
-            several = len(self.programs) > 1 and task.steps - number >= _UNROLLED
-            self._take(self.programs[several], range(number, number + (_UNROLLED if several else 1)), batches)
-            number += _UNROLLED if several else 1
+            several = self.several if task.steps - number >= _UNROLLED else None
+            count = several[0].steps if several else 1
+            self._take(several, range(number, number + count), batches)
+            number += count
         loss = float(np.mean(self.losses[-task.tail :]))
         kept = self.velocity[0] if self.velocity and task.local.persist else None
         return self.result(index, self.row, loss, [], kept)
 
-    def _take(self, program: Program, numbers: range, batches: Iterator[np.ndarray | None]) -> None:
+    def _take(self, several: Program | None, numbers: range, batches: Iterator[np.ndarray | None]) -> None:
         indices, weights, masks = [], [], []
         for _ in numbers:
             self.begin([next(batches) for _ in range(self.task.batches_per_step)])
-            index_B, weight_B = self.inputs.samples(0)
+            index_B, weight_B = self.inputs.samples(0, full=several is not None)
             indices.append(index_B)
             weights.append(weight_B)
             masks += self.masks(0, len(index_B))
         rates = torch.tensor([self.task.local.lr_at(number, self.task.steps) for number in numbers])
         others = [*masks, rates, self.numbers, *self.velocity, *self.anchors]
         samples = np.concatenate(indices), torch.cat(weights)
-        self.row, losses, *self.velocity = self.inputs.outputs(program, self.row, samples, others, 0)
+        self.row, losses, *self.velocity = self.inputs.outputs(self.row, samples, others, 0, several)
         self.losses += losses.tolist()
 
 

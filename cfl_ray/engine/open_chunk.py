@@ -10,7 +10,7 @@ from torch import Tensor
 from cfl_ray.core.work import TEST, Exclusion, Rows, Work
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine.attack import Attack
-from cfl_ray.engine.engine import Engine
+from cfl_ray.engine.engine import Engine, NotTrained
 from cfl_ray.engine.engines import ENGINES, SEQUENTIAL
 from cfl_ray.engine.failure import naming_client
 from cfl_ray.engine.rows import DeviceRows, RowLookup
@@ -42,6 +42,7 @@ class Trainer:
     network: Network
     engine: str
     configured: bool = False  # the user named the engine
+    last_batch: int = 0  # of `EngineChoice`
     fallbacks: set[str] = field(default_factory=set)  # reasons why clients were trained sequentially, each a line
 
     def __call__(self, task: TrainingTask) -> TrainingResult:
@@ -59,10 +60,14 @@ class Trainer:
 
     def _train(self, task: TrainingTask) -> TrainingResult:
         engine = ENGINES[self.engine]
-        if reason := engine.why_not(self.network, [task]):
-            self.fall_back(reason)
-            engine = ENGINES[SEQUENTIAL]
-        return next(engine.train(self.network, [task]))
+        reason = engine.why_not(self.network, [task])
+        if reason is None:
+            try:
+                return next(engine.train(self.network, [task]))
+            except NotTrained as error:
+                reason = str(error)
+        self.fall_back(reason)
+        return next(ENGINES[SEQUENTIAL].train(self.network, [task]))
 
 
 @dataclass(eq=False)

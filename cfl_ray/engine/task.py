@@ -71,6 +71,7 @@ class TrainingTask:
     program: ClientProgram = ClientProgram()
     held: HeldByClient = HeldByClient()
     only_summed: bool = False  # whether the result is only summed; its row may then stay on the device
+    last_batch: int = 0  # samples of the batches of a second program of `compiled` (`EngineChoice.last_batch`)
 
     @property
     def batches_per_step(self) -> int:

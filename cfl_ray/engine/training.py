@@ -273,6 +273,7 @@ def training_task(chunk: OpenChunk[Train], index: int, before_P: Tensor | None =
         program=work.program,
         held=held,
         only_summed=not _uses_rows(work),
+        last_batch=chunk.train_one.last_batch,
     )
     task = programs.begun(chunk, index, task)
     if work.finishes:

@@ -51,6 +51,7 @@ class Worker:
     engine: str = SEQUENTIAL
     attack: Attack = Attack()
     configured: bool = False  # the user named the engine, so that all that it leaves to the sequential one is reported
+    last_batch: int = 0  # of `EngineChoice`
 
     def __post_init__(self) -> None:
         self.samples, self._sampled = SampleCache(self.network.memory), self.federation
@@ -81,7 +82,7 @@ class Worker:
 
     def _open(self, work: Work, row: RowLookup, device_row: DeviceRows, stored: Stored) -> OpenChunk[Any]:
         data = self.federation.at(work.address.round)
-        train_one = Trainer(self.network, self.engine, self.configured)
+        train_one = Trainer(self.network, self.engine, self.configured, last_batch=self.last_batch)
         if work.replay is not None:
             rounds_of = dict(zip(work.ids_M.tolist(), work.replay.rounds_M, strict=True))
             data = ReplayedFederation(self.federation, work.address.round, rounds_of)

@@ -17,6 +17,7 @@ from cfl_ray.config import Experiment
 from cfl_ray.config.data import NOT_IN_RECIPE
 from cfl_ray.config.unused import unused_keys
 from cfl_ray.errors import NotReproduced, RunStopped, class_and_text
+from cfl_ray.errors.redaction import redact
 from cfl_ray.lifecycle.load import load_trained
 from cfl_ray.lifecycle.recorder import MethodRecorder, copy_figures, finish_log, write_figures
 from cfl_ray.methods import full_label
@@ -38,13 +39,12 @@ from cfl_ray.setup.scheduled_changes import ignored_events
 from cfl_ray.setup.setup import Setup
 from cfl_ray.system.signals import raise_interrupt
 from cfl_ray.system.threads import one_thread
-from cfl_ray.tracking import RoundRecord, RunInfo, RunLog, flatten, new_trackers, redact, resolve_uri
+from cfl_ray.tracking import RoundRecord, RunInfo, RunLog, flatten, new_trackers, resolve_uri
 from cfl_ray.tracking.record import NEUTRAL, OFF, EndStatus, metric_names, primary_of, validation_metric
 
 _logger = logging.getLogger(__name__)
 
 
-@dataclass
 class Watcher:
     """Receives the events of a run; the default logs warnings, which Python prints, and ignores the rest."""
 

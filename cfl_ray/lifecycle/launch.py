@@ -24,9 +24,7 @@ from cfl_ray.results.run_record import (
     check_hash_of_run,
     check_is_of_run,
     check_not_edited,
-    differences,
     how_to_resume,
-    recorded_hash,
     write_config,
 )
 from cfl_ray.results.trust import load_record, sign_record
@@ -301,9 +299,7 @@ class _Launch:
         run.require_signed([])
         if not run.is_run:
             return directory
-        if recorded_hash(run) != self.experiment.config_hash:
-            differing = differences(run, self.experiment)
-            raise ConfigError(f"{directory} belongs to another config: {differing}; choose another folder")
+        check_is_of_run(run, self.experiment, advice="; choose another folder")
         raise ConfigError(
             f"{directory} already holds a run of this config; continue it with `{how_to_resume(run)}` "
             "or choose another folder"
@@ -332,9 +328,7 @@ class _Launch:
         run = RunDirectory(replay)
         if not run.is_run:
             raise ConfigError(f"replay: {replay} holds no run: there is no {run.config}")
-        if recorded_hash(run) != self.experiment.config_hash:
-            differing = differences(run, self.experiment)
-            raise ConfigError(f"replay: {replay} belongs to another config: {differing}; run {run.config}")
+        check_is_of_run(run, self.experiment, "replay: ", f"; run {run.config}")
         if not self.keep:
             raise ConfigError("replay: name a run_dir; what happens in a run is kept there")
 

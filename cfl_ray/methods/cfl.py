@@ -106,12 +106,12 @@ class SplitState(SignatureState):
         old_M, new_M = (cos.mean(1) if reduce == "mean" else cos.amax(1) for cos in cos_by_side)
         return np.where((new_M > old_M).numpy(), self.leaves_K2[split, 1], self.leaves_K2[split, 0])
 
-    def leaf_below(self, split: int, update_MF: Tensor, reduce: str) -> np.ndarray:
-        """int64 (M,): the leaf that each update reaches from this split through all later splits."""
+    def leaf_below(self, split: int, update_MF: Tensor) -> np.ndarray:
+        """int64 (M,): the leaf that each update reaches from this split through all later splits, by mean cosines."""
         leaf_M = np.full(len(update_MF), self.leaves_K2[split, 0])
         for later in range(split, len(self.leaves_K2)):
             here = np.flatnonzero(leaf_M == self.leaves_K2[later, 0])
-            leaf_M[here] = self.leaf_at(later, update_MF[torch.from_numpy(here)], reduce)
+            leaf_M[here] = self.leaf_at(later, update_MF[torch.from_numpy(here)], "mean")
         return leaf_M
 
     def forget(self, ids: np.ndarray) -> Self:
@@ -263,7 +263,7 @@ class CFL(Method[CFLState], name="cfl"):
         for position, client in enumerate(ids_M.tolist()):
             split = open_splits.get(client, NO_SPLIT)
             if split != NO_SPLIT:
-                leaf = state.leaf_below(split, update_MF[position : position + 1], "mean")
+                leaf = state.leaf_below(split, update_MF[position : position + 1])
                 state = state.advance(assign_N=state.place(np.array([client]), leaf))
         round_M = np.where(state.assign_N[ids_M] == leaf_M, clients.round, 0)
         open_M = np.full(len(ids_M), NO_SPLIT)

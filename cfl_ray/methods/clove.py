@@ -23,7 +23,7 @@ clients stay, as there. A loss that is not finite counts as the largest finite o
 a cluster of each client.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import scipy
@@ -34,7 +34,7 @@ from cfl_ray.clustering.agglomerative import cut_tree, distances, linkage_tree, 
 from cfl_ray.clustering.kmeans import kmeans
 from cfl_ray.clustering.tree_cut import silhouettes
 from cfl_ray.core.clients import Clients, LocalTraining, Sent, least_loss
-from cfl_ray.core.method import Method, Start, option, weights_option
+from cfl_ray.core.method import Method, Start, average_option, option, weights_option
 from cfl_ray.core.rng import Draws, uniforms
 from cfl_ray.core.rounds import placed
 from cfl_ray.core.serving import Serving
@@ -83,12 +83,7 @@ class CLoVE(Method[LossVectorState], name="clove"):
         low=2,
     )
     root: bool = option(False, "square roots of the losses are clustered", source="official code")
-    average: str = option(
-        "models",
-        "what is averaged: models after local SGD, or one full-batch gradient each (gamma is local.lr)",
-        source="paper: both",
-        choices=("models", "gradients"),
-    )
+    average: str = average_option()
     weights: str = weights_option()  # for models; gradients are averaged uniformly
 
     @property
@@ -186,7 +181,7 @@ class CLoVE(Method[LossVectorState], name="clove"):
     ) -> tuple[LossVectorState, np.ndarray]:
         """The state with the averages of each model's clients, and which clients had a valid result, bool (M,)."""
         known_M, gradients = assign_M != UNASSIGNED, self.average == "gradients"
-        one_step = replace(clients.local, steps=1, batch_size=None, momentum=0.0) if gradients else None
+        one_step = clients.local.one_gradient() if gradients else None
         weight_M = clients.weights("uniform" if gradients else self.weights)
         weight_KM = cluster_weights(assign_M, weight_M, self.num_models)
         updates = clients.train(sent, how=LocalTraining(sgd=one_step), average=weight_KM)
@@ -209,7 +204,8 @@ class CLoVE(Method[LossVectorState], name="clove"):
     def join(self, state: LossVectorState, clients: Clients) -> LossVectorState:
         """The state with those of these clients that have no cluster in that of the nearest mean loss vector."""
         clients = clients.select(state.assign_N[clients.ids_M] == UNASSIGNED)
-        if not len(clients) or (state.assign_N == UNASSIGNED).all():
+        is_first = state.phase == "cluster" and (state.assign_N == UNASSIGNED).all()
+        if not len(clients) or is_first:
             return state
         clients.count_download(self.num_models * clients.spec.sent())
         clients.count_upload(self.num_models)

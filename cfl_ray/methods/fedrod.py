@@ -23,7 +23,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, one_hot
@@ -42,7 +41,7 @@ from cfl_ray.core.clients import (
 from cfl_ray.core.method import OneModel, option, weights_option
 from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.rng import Draws
-from cfl_ray.core.serving import Serving
+from cfl_ray.core.rounds import record_global_score
 from cfl_ray.core.state import State
 from cfl_ray.methods.fedas import check_classifier
 
@@ -139,6 +138,4 @@ class FedRoD(OneModel, name="fedrod"):
         return ClientState("personal_head", Columns(()), private=False, predicts=with_head)
 
     def diagnose(self, state: State, clients: Clients) -> None:
-        score_M = clients.test(Serving(state.models_KP, clients.first_row()))[:, 0]
-        if not np.isnan(score_M).all():
-            clients.record("global_score", np.nanmean(score_M))
+        record_global_score(clients, state.models_KP)

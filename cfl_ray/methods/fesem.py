@@ -73,7 +73,7 @@ class FeSEM(Method[State], name="fesem"):
             cluster_M, distance_M = nearest_centre(feature_MF, centre_KF, "l2")
             if self.reseed:
                 self.reseed_empty_centre(state, ids_M, cluster_M, distance_M)
-        record_centre_distances(clients, ids_M, feature_MF, centre_KF, "l2")
+        record_centre_distances(clients, ids_M, feature_MF, centre_KF)
         state = placed(state, clients, ids_M, cluster_M, clients=len(ids_M), num_clusters=state.num_clusters)
 
         # M-step: theta_k <- Avg of W_i over c(i) = k

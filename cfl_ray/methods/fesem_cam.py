@@ -108,7 +108,7 @@ class FeSEMCAM(Method[FeSEMCAMState], name="fesem_cam"):
         if not len(state.seen_S):  # all earlier clients have left, and no update of this cohort is valid
             return state.advance(global_KP=global_updates.averaged(default=state.global_KP))
         centre_KF = self.update_features(clients.spec).of_rows(state.models_KP, clients.seed)
-        record_centre_distances(clients, state.seen_S, state.signature_SF, centre_KF, "l2")
+        record_centre_distances(clients, state.seen_S, state.signature_SF, centre_KF)
         cluster_S, _ = kmeans(
             state.signature_SF, state.num_clusters, rng.seed, weight_S=state.weight_S, centres_KF=centre_KF
         )
@@ -130,7 +130,7 @@ class FeSEMCAM(Method[FeSEMCAMState], name="fesem_cam"):
         if not len(state.seen_S):
             return state
         cluster_S, centre_KF = kmeans(state.signature_SF, self.num_clusters, rng.seed, weight_S=state.weight_S)
-        record_centre_distances(clients, state.seen_S, state.signature_SF, centre_KF, "l2")
+        record_centre_distances(clients, state.seen_S, state.signature_SF, centre_KF)
         state = state.advance(models_KP=state.models_KP.repeat(len(centre_KF), 1), phase="federate")
         return self.m_step(state, clients, updates, cluster_S)
 

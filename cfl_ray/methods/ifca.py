@@ -15,14 +15,14 @@ warm-up rounds clients do not choose, so traffic is a model down and no choice. 
 `local.weight_decay`.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from cfl_ray.core.clients import Clients, LocalTraining, Sent, Updates
-from cfl_ray.core.method import Method, Start, option, weights_option
+from cfl_ray.core.method import Method, Start, average_option, option, weights_option
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.rounds import placed
@@ -39,12 +39,7 @@ class IFCA(Method[State], name="ifca"):
     phases = {"warmup": ("federate",), "federate": ()}
 
     num_clusters: int = option(4, "K, number of cluster models", source="paper", low=1)
-    average: str = option(
-        "models",
-        "what is averaged: models after local SGD, or one full-batch gradient each (gamma is local.lr)",
-        source="paper: both",
-        choices=("models", "gradients"),
-    )
+    average: str = average_option()
     share_base: bool = option(
         False, "weight sharing: one base for all clusters, a head for each", source="paper: FEMNIST only"
     )
@@ -104,7 +99,7 @@ class IFCA(Method[State], name="ifca"):
         known_M = chosen_M != UNASSIGNED  # clients without a choice are excluded from averages
 
         # W_i <- SGD_i(theta_{j_i}), or theta_{j_i} - gamma g_i
-        one_step = replace(clients.local, steps=1, batch_size=None, momentum=0.0) if gradients else None
+        one_step = clients.local.one_gradient() if gradients else None
         weight_M = clients.weights("uniform" if gradients else self.weights) * known_M
         weight_RM = cluster_weights(chosen_M, weight_M, self.num_clusters)
         if self.share_base:

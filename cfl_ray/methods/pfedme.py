@@ -22,7 +22,6 @@ alone, and does not shuffle batches.
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,7 +29,7 @@ from cfl_ray.core.clients import ClientProgram, Clients, ClientState, Gradient, 
 from cfl_ray.core.method import OneModel, option, weights_option
 from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.rng import Draws
-from cfl_ray.core.serving import Serving
+from cfl_ray.core.rounds import record_global_score
 from cfl_ray.core.state import State
 
 THETA = ClientState("personal", private=False)  # theta_i
@@ -117,6 +116,4 @@ class PFedMe(OneModel, name="pfedme"):
         return THETA if self.predict == "theta" else W
 
     def diagnose(self, state: State, clients: Clients) -> None:
-        score_M = clients.test(Serving(state.models_KP, clients.first_row()))[:, 0]
-        if not np.isnan(score_M).all():
-            clients.record("global_score", np.nanmean(score_M))
+        record_global_score(clients, state.models_KP)

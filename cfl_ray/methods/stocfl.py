@@ -34,7 +34,7 @@ from cfl_ray.clustering.signatures import SignatureState, sketch_option, unplace
 from cfl_ray.core.clients import ClientData, Clients, LocalTraining, Proximal
 from cfl_ray.core.method import Method, Start, option, weights_option
 from cfl_ray.core.rng import Draws
-from cfl_ray.core.rounds import serve_per_cluster
+from cfl_ray.core.rounds import record_global_score, serve_per_cluster
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import UNASSIGNED, no_numbers
 from cfl_ray.core.weights import cluster_weights
@@ -295,9 +295,7 @@ class StoCFL(Method[StoCFLState], name="stocfl"):
 
     def diagnose(self, state: StoCFLState, clients: Clients) -> None:
         """Records the score of omega, the cosines of the clusters' mean signatures, and the cosines' sum (Eq. 2)."""
-        score_M = clients.test(Serving(state.global_KP, clients.first_row()))[:, 0]
-        if not np.isnan(score_M).all():
-            clients.record("global_score", np.nanmean(score_M))
+        record_global_score(clients, state.global_KP)
         if state.num_clusters:
             cosine_KK = cosines(state.mean_signatures())
             clients.record("cluster_similarity", cosine_KK, ("clusters", "clusters"))

@@ -7,7 +7,7 @@ agree, and the first axis of every activation must be the batch: then the operat
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -143,6 +143,7 @@ class Graph:
     calls: tuple[Call, ...]
     shapes: tuple[tuple[int, ...], ...]  # of one sample, by activation
     output: int
+    features: int | None = None  # the inputs of the last layer; None: they are no activation
 
     @property
     def users(self) -> Counter[int]:
@@ -208,7 +209,7 @@ _GRAPHS: dict[Hashable, Graph] = {}  # of this process, by key of the network an
 
 
 def graph_of(network: Network) -> Graph:
-    """The graph of a network, recorded once for those of the same key. Raises Unsupported."""
+    """The graph of a network in training, recorded once for those of the same key. Raises Unsupported."""
     key = network.key and (network.key, network.precision)
     if key in _GRAPHS:
         return _GRAPHS[key]
@@ -221,35 +222,53 @@ def graph_of(network: Network) -> Graph:
 def _recorded(network: Network) -> Graph:
     if network.side_effect:
         raise Unsupported(network.side_effect)
-    row_P, masks = network.row().clone(), [layer.mask for layer in network.dropouts.values()]
-    try:
-        with global_generators.kept(), torch.enable_grad():
-            recordings = [_record(network, batch) for batch in _BATCHES]
-    finally:
-        network.load(row_P)
-        for layer, mask in zip(network.dropouts.values(), masks, strict=True):
-            layer.mask = mask
-    first, second = recordings
+    first, second = _recordings(network, _BATCHES, training=True)
     for call, other in zip(first.calls, second.calls, strict=False):
         if not call.agrees(other):
             raise call.unsupported(f"has other arguments for batches of {_BATCHES[0]} and {_BATCHES[1]} samples")
     if len(first.calls) != len(second.calls) or first.shapes != second.shapes or first.output != second.output:
         raise Unsupported(f"its forward pass differs between batches of {_BATCHES[0]} and {_BATCHES[1]} samples")
-    return first
+    return first if first.features == second.features else replace(first, features=None)
 
 
-def _record(network: Network, batch: int) -> Graph:
+def is_graph_in_evaluation(graph: Graph, network: Network) -> bool:
+    """Whether this graph of the network is that of a pass in evaluation mode; False for networks with dropout."""
+    if network.dropouts:
+        return False
+    try:
+        (other,) = _recordings(network, _BATCHES[:1], training=False)
+    except Unsupported:
+        return False
+    if len(graph.calls) != len(other.calls) or (graph.output, graph.features) != (other.output, other.features):
+        return False
+    return all(call.agrees(same) for call, same in zip(graph.calls, other.calls, strict=True))
+
+
+def _recordings(network: Network, batches: Sequence[int], training: bool) -> list[Graph]:
+    """The graphs of passes with these batches, after which the network is in training mode, with the row of before."""
+    row_P, masks = network.row().clone(), [layer.mask for layer in network.dropouts.values()]
+    try:
+        with global_generators.kept(), torch.enable_grad():
+            return [_record(network, batch, training) for batch in batches]
+    finally:
+        network.module.train()
+        network.load(row_P)
+        for layer, mask in zip(network.dropouts.values(), masks, strict=True):
+            layer.mask = mask
+
+
+def _record(network: Network, batch: int, training: bool) -> Graph:
     for layer in network.dropouts.values():
         layer.mask = torch.ones((), device=network.device)  # tensors that identify the layers
     x = network.input(torch.zeros(batch, *network.input_shape, dtype=network.dtype))
     recorder = _Recorder(network, x)
-    network.module.train()
+    network.module.train(training)
     with recorder.naming_modules(network.module), recorder:
         output = network.trained_outputs(x)
     index = recorder.values.get(id(output))
     if not isinstance(output, Tensor) or index is None:
         raise Unsupported("its output is not made by recorded functions of PyTorch")
-    return Graph(tuple(recorder.calls), tuple(recorder.shapes), index)
+    return Graph(tuple(recorder.calls), tuple(recorder.shapes), index, recorder.features)
 
 
 class _Recorder(TorchFunctionMode):
@@ -259,6 +278,8 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self.batch, self.alive, self.place = len(x), [x], ""
         self.calls: list[Call] = []
+        self.last = network.module.get_submodule(network.spec.layers[-1])
+        self.features: int | None = None
         self.shapes = [tuple(x.shape[1:])]
         self.values = {id(x): 0}  # activations by id of the tensor
         self.storages = {0: x.untyped_storage().data_ptr()}  # memory of each activation
@@ -276,9 +297,11 @@ class _Recorder(TorchFunctionMode):
         """Context in which `place` is the name of the module whose forward pass runs."""
         names, stack = {id(child): name for name, child in module.named_modules()}, [""]
 
-        def enter(child: nn.Module, _: object) -> None:
+        def enter(child: nn.Module, inputs: tuple[Any, ...]) -> None:
             stack.append(names.get(id(child), stack[-1]))
             self.place = stack[-1]
+            if child is self.last and inputs and id(inputs[0]) not in self.overwritten:
+                self.features = self.values.get(id(inputs[0]))
 
         def leave(*_: object) -> None:
             stack.pop()

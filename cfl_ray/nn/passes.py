@@ -9,14 +9,25 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cfl_ray.nn.graph import RESHAPES, Buffer, Call, Graph, Mask, Parameter, Unsupported, Value, graph_of
+from cfl_ray.nn.graph import (
+    RESHAPES,
+    Buffer,
+    Call,
+    Graph,
+    Mask,
+    Parameter,
+    Unsupported,
+    Value,
+    graph_of,
+    is_graph_in_evaluation,
+)
 from cfl_ray.nn.network import Network
 from cfl_ray.nn.operations import (
     Activation,
@@ -40,6 +51,19 @@ from cfl_ray.nn.operations import (
     mean_cross_entropy,
     tensor_of,
 )
+
+
+class LossGradients(NamedTuple):
+    """A loss, and its gradients at the mean loss, the outputs and the features; None: it does not depend on them."""
+
+    loss: float
+    at_mean_loss: Tensor | None
+    at_outputs: Tensor | None
+    at_features: Tensor | None
+
+
+# The loss of a batch, of the task's mean loss, the features (B, F) and the outputs (B, ...)
+LossOnFeatures = Callable[[Tensor, Tensor, Tensor], LossGradients]
 
 # elementwise functions, for which the order of the axes does not matter
 _ELEMENTWISE = {"gelu", "silu", "elu", "selu", "celu", "mish", "leaky_relu", "relu6", "hardtanh", "hardswish"}
@@ -83,6 +107,22 @@ def passes_of(network: Network) -> "Passes":
     return passes
 
 
+def why_no_features(network: Network) -> str | None:
+    """Reason why the passes have no gradient at the features; None if they have one. The network has passes."""
+    passes = passes_of(network)
+    if passes.features is None:
+        return f"the inputs of the last layer ({network.spec.layers[-1]}) are no activation of its written-out passes"
+    return None
+
+
+def are_passes_in_evaluation(network: Network) -> bool:
+    """Whether a pass of the network in evaluation mode is a written-out one. The network has passes."""
+    passes = passes_of(network)
+    if passes.evaluate is None:
+        passes.evaluate = is_graph_in_evaluation(passes.graph, network)
+    return passes.evaluate
+
+
 def why_no_passes(network: Network) -> str | None:
     """Reason why a network has no passes, with the module and its operation; None if it has them."""
     try:
@@ -104,10 +144,15 @@ class Passes:
         self.steps, self.output, self.num_values = made.steps, graph.output, len(made.shapes)
         self.wide_output, self.keeps_output = made.wide(graph.output), not made.may_overwrite(graph.output)
         self.back = made.backward_plan()
+        self.features = made.features  # the inputs of the last layer; None: its loss cannot be a function of them
+        self.wide_features = self.features is not None and made.wide(self.features)
+        self.features_shape = () if self.features is None else graph.shapes[self.features]
+        self.trains_features = self.features is not None and made.trained[self.features]
         self.repeated = [(parts[0], parts[1:]) for parts in made.written.values() if len(parts) > 1]
         self.unused = [g for number, g in enumerate(made.g) if number not in made.written]
         self.dropouts = [step.operation for step in self.steps if isinstance(step.operation, Dropout)]
         self.buffers = Buffers()
+        self.evaluate: bool | None = None  # `are_passes_in_evaluation`, once it is known
 
     def arranged(self, x: Tensor) -> Array:
         """All samples of a client, arranged so that batches are converted quickly to the network's layout."""
@@ -126,27 +171,43 @@ class Passes:
         np.copyto(arranged.reshape(-1, len(x)), x.reshape(len(x), -1).T)
         return arranged
 
-    def run(
-        self,
-        x: Array,
-        index_B: Array | None,
-        y_B: Array,
-        frozen_BC: Array | None,
-        masks: Sequence[Array],
-        weight_B: Array | None = None,
-    ) -> np.floating:
-        """Writes the gradient of a batch into `g_P`. Returns the mean loss.
+    def forward(self, x: Array, index_B: Array | None, masks: Sequence[Array]) -> list[Any]:
+        """All activations of a batch, which the next call overwrites.
 
-        weight_B: weights of the samples in the mean; None: 1 for all.
         masks: of the dropout layers (B, ...), in the order of `Network.dropouts`.
         """
         for dropout in self.dropouts:
             mask = masks[dropout.index]
             dropout.mask = mask.transpose(0, 2, 3, 1) if mask.ndim == 4 and dropout.wide else np.moveaxis(mask, 0, -1)
-        outputs = self._forward(self.steps, {0: self._input(x, index_B)})
-        loss, grad = self._loss(outputs, y_B, frozen_BC, weight_B)
-        self._backward(self.back, grad)
+        return self._forward(self.steps, {0: self._input(x, index_B)})
+
+    def backward(
+        self,
+        values: Sequence[Any],
+        y_B: Array,
+        frozen_BC: Array | None,
+        weight_B: Array | None = None,
+        own: LossOnFeatures | None = None,
+    ) -> np.floating:
+        """Writes the gradient of a batch into `g_P`. Returns the loss.
+
+        values: of the latest `forward`; the outputs are overwritten.
+        weight_B: weights of the samples in the mean; None: 1 for all.
+        own: the loss, of the mean loss, features and outputs, if the passes have `features`; None: the mean loss.
+        """
+        if own is None:
+            loss, grad = self._loss(values[self.output], y_B, frozen_BC, weight_B)
+            self._backward(self.back, grad)
+        else:
+            loss, grad, of_features = self._own_loss(own, values, y_B, frozen_BC, weight_B)
+            self._backward(self.back, grad, of_features)
         return loss
+
+    def features_and_outputs(self, values: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        """Copies of the features (B, F), float32, and the outputs (B, ...), if the passes have `features`."""
+        assert self.features is not None, "why_no_features says so"
+        features = _copy_of(values[self.features], self.wide_features).flatten(1).float()
+        return features, _copy_of(values[self.output], self.wide_output)
 
     def run_after_first(
         self, z: Array, y_B: Array, frozen_BC: Array | None, weight_B: Array | None
@@ -156,12 +217,12 @@ class Passes:
         z may be overwritten. Writes the gradients of all parameters except those of that operation into `g_P`.
         """
         first = self.back[-1].step
-        outputs = self._forward(self.steps[self.steps.index(first) + 1 :], {first.output: z})
-        loss, grad = self._loss(outputs, y_B, frozen_BC, weight_B)
+        values = self._forward(self.steps[self.steps.index(first) + 1 :], {first.output: z})
+        loss, grad = self._loss(values[self.output], y_B, frozen_BC, weight_B)
         return loss, self._backward(self.back[:-1], grad)[first.output]
 
-    def _forward(self, steps: Sequence[Step], known: Mapping[int, Array]) -> Array:
-        """The outputs of the network, computed by these steps from known activations."""
+    def _forward(self, steps: Sequence[Step], known: Mapping[int, Array]) -> list[Any]:
+        """All activations, computed by these steps from known ones; the outputs may be overwritten."""
         values: list[Any] = [known.get(index) for index in range(self.num_values)]
         for step in steps:
             inputs = step.inputs
@@ -169,8 +230,38 @@ class Passes:
                 values[step.output] = step.operation.forward(values[inputs[0]])
             else:
                 values[step.output] = step.operation.forward(*[values[index] for index in inputs])
-        outputs: Array = values[self.output]
-        return outputs.copy() if self.keeps_output else outputs
+        if self.keeps_output:
+            values[self.output] = values[self.output].copy()
+        return values
+
+    def _own_loss(
+        self,
+        own: LossOnFeatures,
+        values: Sequence[Any],
+        y_B: Array,
+        frozen_BC: Array | None,
+        weight_B: Array | None,
+    ) -> tuple[np.floating, Array, Array | None]:
+        """The loss `own`, and its gradients at the outputs and at the features; None if it has none there.
+
+        The gradient of the mean loss is the written-out one.
+        """
+        assert self.features is not None, "why_no_features says so"
+        features, outputs = self.features_and_outputs(values)
+        if frozen_BC is not None:
+            outputs += torch.from_numpy(frozen_BC)
+        mean_loss, grad = self._loss(values[self.output], y_B, frozen_BC, weight_B)
+        loss, at_mean_loss, at_outputs, at_features = own(torch.tensor(float(mean_loss)), features, outputs)
+        if at_mean_loss is None:  # not times 0, since it may be infinite
+            grad.fill(0)
+        elif (factor := at_mean_loss.item()) != 1:
+            grad *= np.float32(factor)
+        if at_outputs is not None:
+            grad += _view_of(at_outputs, self.wide_output)
+        if at_features is None or not self.trains_features:
+            return np.float32(loss), grad, None
+        shaped = at_features.reshape(len(y_B), *self.features_shape)
+        return np.float32(loss), grad, _view_of(shaped, self.wide_features)
 
     def _loss(
         self, outputs: Array, y_B: Array, frozen_BC: Array | None, weight_B: Array | None
@@ -191,13 +282,18 @@ class Passes:
             (grad,) = torch.autograd.grad(loss, logits)
         return np.float32(loss.item()), array_of(grad, self.wide_output)
 
-    def _backward(self, plan: Sequence[_Back], grad: Array) -> list[Any]:
-        """Writes the gradients of the parameters. Returns those of the activations. grad: gradient at the outputs."""
+    def _backward(self, plan: Sequence[_Back], grad: Array, of_features: Array | None = None) -> list[Any]:
+        """Writes the gradients of the parameters. Returns those of the activations.
+
+        grad: gradient at the outputs. of_features: what is added to that at the features; None: nothing.
+        """
         grads: list[Any] = [None] * self.num_values
         grads[self.output] = grad
         for back in plan:
             step = back.step
             grad, grads[step.output] = grads[step.output], None
+            if of_features is not None and step.output == self.features:
+                grad = np.add(grad, of_features, out=self.buffers.get("features", grad.shape))
             if back.copies:
                 copy = self.buffers.get(f"copy {step.output}", grad.shape)
                 np.copyto(copy, grad)
@@ -218,6 +314,18 @@ class Passes:
         return grads
 
 
+def _copy_of(x: Array, wide: bool) -> Tensor:
+    """A copy of an activation in PyTorch's layout (B, ...)."""
+    if x.ndim == 2:
+        return torch.from_numpy(x.T.copy())
+    return tensor_of(x, wide).clone(memory_format=torch.contiguous_format)
+
+
+def _view_of(x: Tensor, wide: bool) -> Array:
+    """An activation (B, ...) in the layout of the passes, in its memory."""
+    return (x.permute(0, 2, 3, 1) if wide else x.movedim(0, -1)).numpy()
+
+
 class _Steps:
     """Builds the steps of a graph."""
 
@@ -228,12 +336,17 @@ class _Steps:
         self.g = [view.numpy() for view in network.views(g_P)]
         self.tensors = network.constant_buffers | network.spec.tensors(row_P)
         self.shapes, self.users = list(graph.shapes), graph.users
+        self.features = graph.features if graph.features is not None and graph.shapes[graph.features] else None
+        if self.features is not None:
+            self.users[self.features] += 1  # a loss of its own, which nothing overwrites before
         self.trained = [False] * len(self.shapes)  # whether an activation depends on a parameter
         self.written: dict[int, list[Array]] = {}  # by number of a parameter: a gradient for each use
         for call in self._used_calls():
             self._add(call)
         if not self.trained[graph.output]:
             raise Unsupported("its output does not depend on a trained parameter")
+        if self.features not in {0, *(step.output for step in self.steps)}:  # the output does not depend on them
+            self.features = None
         self._choose_in_place()
 
     def wide(self, value: int) -> bool:

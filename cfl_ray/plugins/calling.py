@@ -21,9 +21,9 @@ _INSTALLED = {"site-packages", "dist-packages"}  # folders of installed packages
 
 def place_of(part: Any) -> str:
     """The name of a function, method, class or object, for messages; with file and line if it is in a user's file."""
-    source = _source(part)
+    source = source_of(part)
     name: str = getattr(source, "__qualname__", repr(source)).rpartition("<locals>.")[2]
-    if not is_user_file(_file_of(source)):  # without its line, for which the file would be parsed
+    if not is_user_file(file_of(source)):  # without its line, for which the file would be parsed
         return name
     file, line = _definition(source)
     return f"{name} ({file}{f', line {line}' if line else ''})" if is_user_file(file) else name
@@ -51,7 +51,7 @@ def explained(part: Any, error: Exception) -> str:
 
 def raised_at(part: Any, error: BaseException) -> tuple[Path, int] | None:
     """The file that defines a part, and the file's last line in the error's traceback; None without such a line."""
-    file = _file_of(_source(part))
+    file = file_of(part)
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if file and Path(frame.filename) == file]
     return (file, lines[-1] or 0) if file and lines else None
@@ -77,16 +77,16 @@ def described(value: Any) -> str:
     return f"{type(value).__name__} {value!r}"[:80] if value is not None else "None"
 
 
-def _source(part: Any) -> Any:
+def source_of(part: Any) -> Any:
     """The function or class that defines a part: without its bound options; for an object, its class."""
     source = part.func if isinstance(part, partial) else part
     return source if inspect.isroutine(source) or inspect.isclass(source) else type(source)
 
 
-def _file_of(source: Any) -> Path | None:
-    """File of a function or class; None if it is written in C."""
+def file_of(part: Any) -> Path | None:
+    """The file of `source_of(part)`; None if it is written in C."""
     try:
-        file = inspect.getsourcefile(inspect.unwrap(source))
+        file = inspect.getsourcefile(inspect.unwrap(source_of(part)))
     except (TypeError, OSError):
         return None
     return Path(file) if file else None
@@ -97,7 +97,7 @@ def _definition(source: Any) -> tuple[Path | None, int]:
 
     The line is 0 if it cannot be told now.
     """
-    file = _file_of(source)
+    file = file_of(source)
     try:
         return (file, inspect.getsourcelines(inspect.unwrap(source))[1]) if file else (None, 0)
     except (TypeError, OSError):
@@ -202,9 +202,6 @@ def check_options(
         raise ConfigError(f"{kind} {place_of(part)}{called} has the options {dict(options)}: {error}") from None
 
 
-# ---- ready for use
-
-
 def check_names(
     kind: str,
     part: Callable[..., Any],
@@ -222,6 +219,9 @@ def check_names(
         if name not in names:
             known = did_you_mean(name, names) if names else "; it has none"
             raise ConfigError(f"{kind} {place_of(part)} has no option {name!r}{known}")
+
+
+# ---- ready for use
 
 
 def with_options(part: Any, options: Mapping[str, Any], kind: str, arguments: Sequence[str] = ()) -> Any:

@@ -23,7 +23,7 @@ from cfl_ray.report.drawing import (
     safe,
     with_spread,
 )
-from cfl_ray.report.report_data import MethodRun, ReportedExperiment, evenly
+from cfl_ray.report.report_data import MethodRun, ReportedExperiment, evenly, mean_and_std
 from cfl_ray.tracking.record import (
     BEST_ROUND,
     RoundRecord,
@@ -55,8 +55,7 @@ class Series:
         if not values_of:
             return None
         rounds = sorted(values_of)
-        means = [float(np.mean(values_of[round])) for round in rounds]
-        stds = [float(np.std(values_of[round], ddof=1)) if len(values_of[round]) > 1 else math.nan for round in rounds]
+        means, stds = zip(*(mean_and_std(values_of[round]) for round in rounds), strict=True)
         return cls(np.array(rounds), np.array(means), np.array(stds))
 
     @property

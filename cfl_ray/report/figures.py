@@ -6,7 +6,7 @@ Each method has a colour; from the ninth method on, colours repeat with another 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
@@ -18,10 +18,10 @@ from cfl_ray.report.drawing import COLOURS
 from cfl_ray.system.files import drafted, private_folder
 from cfl_ray.tracking.record import RoundRecord, is_evaluated, mbit, primary_of, validation_metric, virtual_seconds
 
-STYLES = ("-", "--", ":")
+_DASHES = ("-", "--", ":")
 DPI = 100  # 750 pixels: as wide as the description of a run in MLflow, which cuts wider ones off
 WIDTH_INCHES, MIN_HEIGHT_INCHES = 7.5, 4.2
-_MOST = 1e300  # largest value that matplotlib can draw with its margins and ticks
+MOST = 1e300  # largest value that matplotlib can draw with its margins and ticks
 LEGEND_INCHES = 0.22  # height of a method in the legend
 # fixed, because `layout="constrained"` draws all texts twice to measure them
 _LEFT_INCHES, _RIGHT_INCHES, _TOP_INCHES, _BOTTOM_INCHES, _BETWEEN_INCHES = 0.55, 0.15, 0.36, 0.5, 0.4
@@ -66,6 +66,11 @@ def round_of(record: RoundRecord) -> float:
     return record.round
 
 
+def line_style(place: int) -> tuple[str, str]:
+    """Colour and dashes of the method in a place of a figure, counted from 0."""
+    return COLOURS[place % len(COLOURS)], _DASHES[place // len(COLOURS) % len(_DASHES)]
+
+
 def _write(path: Path, panels: Sequence[Panel], records_by_method: Mapping[str, Records]) -> Path | None:
     """Writes a figure with a panel for each recorded metric, and returns its path; None without a recorded metric."""
     drawn = [(panel, lines) for panel in panels if (lines := _lines(records_by_method, panel))]
@@ -75,13 +80,10 @@ def _write(path: Path, panels: Sequence[Panel], records_by_method: Mapping[str, 
     size = WIDTH_INCHES, height * (1 if len(drawn) == 1 else 1.6)
     figure = Figure(figsize=size, dpi=DPI)
     all_axes = figure.subplots(len(drawn), 1, sharex=True, squeeze=False)[:, 0]
-    styles = {
-        method: {"color": COLOURS[place % len(COLOURS)], "linestyle": STYLES[place // len(COLOURS) % len(STYLES)]}
-        for place, method in enumerate(records_by_method)
-    }
+    places = {method: place for place, method in enumerate(records_by_method)}
     line_of: dict[str, Line2D] = {}
     for axes, (panel, lines) in zip(all_axes, drawn, strict=True):
-        line_of |= _draw(axes, panel, lines, styles)
+        line_of |= _draw(axes, panel, lines, places)
     all_axes[-1].set_xlabel(X_TITLES.get(panels[0].x_of, "round"))
     methods = [method for method in records_by_method if method in line_of]
     legend = figure.legend([line_of[method] for method in methods], methods, loc="upper right", frameon=False)
@@ -114,18 +116,21 @@ def _lines(records_by_method: Mapping[str, Records], panel: Panel) -> dict[str, 
     lines = {}
     for method, records in records_by_method.items():
         points = [(panel.x_of(record), record.metrics.get(panel.metric, math.nan)) for record in records]
-        if drawable := [(x, y) for x, y in points if abs(x) < _MOST and abs(y) < _MOST]:  # NaN is not
+        if drawable := [(x, y) for x, y in points if abs(x) < MOST and abs(y) < MOST]:  # NaN is not
             lines[method] = drawable
     return lines
 
 
-def _draw(axes: Axes, panel: Panel, lines: Mapping[str, Points], styles: Mapping[str, Any]) -> dict[str, Line2D]:
-    """Draws a panel, and returns the drawn line of each method. styles: colour and dashes of each method."""
+def _draw(axes: Axes, panel: Panel, lines: Mapping[str, Points], places: Mapping[str, int]) -> dict[str, Line2D]:
+    """Draws a panel, and returns the drawn line of each method. places: of all methods, for `line_style`."""
     line_of = {}
     for method, points in lines.items():
         xs, ys = zip(*points, strict=True)
         marker = "o" if len(xs) == 1 else ""
-        (line_of[method],) = axes.plot(xs, ys, **styles[method], linewidth=1.8, marker=marker, markersize=4)
+        colour, dashes = line_style(places[method])
+        (line_of[method],) = axes.plot(
+            xs, ys, color=colour, linestyle=dashes, linewidth=1.8, marker=marker, markersize=4
+        )
     axes.set_title(panel.title, loc="left", fontsize=11, y=1.0)
     axes.grid(axis="y", color="0.9", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)

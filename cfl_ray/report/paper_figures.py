@@ -18,13 +18,12 @@ from matplotlib.figure import Figure
 from cfl_ray.errors import ConfigError, did_you_mean
 from cfl_ray.report.clusters import blocks
 from cfl_ray.report.drawing import COLOURS, GREY
-from cfl_ray.report.figures import STYLES, X_TITLES, XAxis, round_of, whole_ticks
+from cfl_ray.report.figures import MOST, X_TITLES, XAxis, line_style, round_of, whole_ticks
 from cfl_ray.report.report_data import MethodRun, ReportedExperiment
 from cfl_ray.system.files import SHARED, drafted
 from cfl_ray.tracking.record import mbit, mean_of_runs, virtual_seconds
 
 FORMATS = ("pdf", "svg")
-COLUMN_INCHES = 3.3  # 84 mm, a column of most two-column papers
 X_AXES: Mapping[str, XAxis] = {"round": round_of, "mbit": mbit, "virtual_seconds": virtual_seconds}
 _LOOK: Any = {
     "font.size": 8,
@@ -39,7 +38,6 @@ _LOOK: Any = {
     "svg.hashsalt": "cfl_ray",  # names of clip paths are random otherwise
 }
 _NO_DATE = {"pdf": {"CreationDate": None, "Creator": None, "Producer": None}, "svg": {"Date": None}}
-_MOST = 1e300  # largest value that matplotlib can draw
 _ASPECT, _LEGEND_INCHES, _LEGEND_COLUMNS = 0.68, 0.16, 3
 _ROW_INCHES, _LEAST_INCHES, _MOST_INCHES = 0.12, 1.0, 3.0  # of the matrix
 _MOST_CLUSTERS_NAMED = 24
@@ -66,10 +64,9 @@ def write_curves(
         figure = Figure(figsize=(width, width * _ASPECT + rows * _LEGEND_INCHES), layout="constrained")
         axes = figure.subplots()
         for place, (label, (x_E, mean_E, std_E)) in enumerate(curves.items()):
-            colour = COLOURS[place % len(COLOURS)]
-            line = STYLES[place // len(COLOURS) % len(STYLES)]
+            colour, dashes = line_style(place)
             marker = "o" if len(x_E) == 1 else ""
-            axes.plot(x_E, mean_E, color=colour, linestyle=line, marker=marker, markersize=3, label=label)
+            axes.plot(x_E, mean_E, color=colour, linestyle=dashes, marker=marker, markersize=3, label=label)
             if np.isfinite(std_E).any():
                 axes.fill_between(x_E, mean_E - std_E, mean_E + std_E, color=colour, alpha=0.18, linewidth=0)
         axes.set_xlabel(X_TITLES.get(X_AXES[x], "round"))
@@ -130,7 +127,7 @@ def _curve(runs: Sequence[MethodRun], metric: str, x_of: XAxis) -> tuple[np.ndar
     value_SE = np.array([[of_seed[record.round] for record in means] for of_seed in by_seed]).reshape(len(runs), -1)
     x_E, mean_E = np.array([x_of(record) for record in means]), value_SE.mean(0)
     std_E = value_SE.std(0, ddof=1) if len(runs) > 1 else np.full(len(x_E), np.nan)
-    drawn_E = (np.abs(x_E) < _MOST) & (np.abs(mean_E) < _MOST)
+    drawn_E = (np.abs(x_E) < MOST) & (np.abs(mean_E) < MOST)
     return x_E[drawn_E], mean_E[drawn_E], std_E[drawn_E]
 
 

@@ -30,6 +30,12 @@ class RecordedMatrix:
     label_counts_SC: np.ndarray | None = None
 
 
+def mean_and_std(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
+    """The mean and the sample standard deviation of values, such as those of seeds; the latter NaN for a single one."""
+    with np.errstate(invalid="ignore"):  # infinite values have no spread
+        return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else np.nan
+
+
 ALL_CLIENTS = "all clients"
 
 

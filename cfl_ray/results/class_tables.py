@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import html
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from cfl_ray.errors import ConfigError
-from cfl_ray.report.drawing import with_spread
-from cfl_ray.report.report_data import ALL_CLIENTS, RecordedConfusion, accuracy_of_classes
-from cfl_ray.results.comparison import RunResults, formatted
-from cfl_ray.results.latex_table import escaped
+from cfl_ray.report.report_data import ALL_CLIENTS, RecordedConfusion, accuracy_of_classes, mean_and_std
+from cfl_ray.results.client_scores import RunResults
+from cfl_ray.results.comparison import formatted, mean_and_spread
+from cfl_ray.results.latex_table import as_table, escaped
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -137,8 +136,7 @@ def _cells(accuracy_SC: np.ndarray) -> list[str]:
     texts = []
     for accuracy_S in accuracy_SC.T:
         known = accuracy_S[~np.isnan(accuracy_S)]
-        std = float(known.std(ddof=1)) if len(known) > 1 else math.nan
-        texts.append(with_spread(float(known.mean()), std).replace("\u00a0", " ") if len(known) else "")
+        texts.append(mean_and_spread(*mean_and_std(known)) if len(known) else "")
     return texts
 
 
@@ -227,10 +225,7 @@ def _latex(caption: str, cells: _Cells) -> str:
     body = [" & ".join(map(escaped, headings)) + r" \\", r"\midrule"]
     body += [" & ".join(_latex_cell(text) for text in row) + r" \\" for row in zip(*columns, strict=True)]
     size = [r"\footnotesize"] if len(body) > 40 or len(cells) > _MOST_COLUMNS else []
-    caption = escaped(caption).replace("±", r"$\pm$")
-    lines = [r"\begin{table}", r"\centering", *size, rf"\caption{{{caption}.}}"]
-    lines += [rf"\begin{{tabular}}{{{align}}}", r"\toprule", *body, r"\bottomrule", r"\end{tabular}", r"\end{table}"]
-    return "\n".join(lines)
+    return as_table(escaped(caption).replace("±", r"$\pm$") + ".", align, body, *size)
 
 
 def _latex_cell(text: str) -> str:

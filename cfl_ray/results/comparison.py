@@ -1,4 +1,4 @@
-"""Methods of several runs side by side, and beside published numbers: mean and spread over seeds."""
+"""Methods of several runs side by side: mean and spread over seeds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,16 +16,15 @@ import numpy as np
 from cfl_ray.config import Experiment
 from cfl_ray.config.data import NOT_IN_RECIPE
 from cfl_ray.config.experiment import NOT_HASHED
-from cfl_ray.config.study import load_study
 from cfl_ray.core.method import Method
 from cfl_ray.core.metrics import METRICS, Metric
 from cfl_ray.errors import ConfigError, did_you_mean
 from cfl_ray.errors.redaction import redact
 from cfl_ray.methods import full_label
 from cfl_ray.report.drawing import tested_in_words, with_spread
-from cfl_ray.report.report_data import Comparison
+from cfl_ray.report.report_data import mean_and_std
+from cfl_ray.results.client_scores import ClientPairs, ClientScores, RunResults
 from cfl_ray.results.kept_code import versions_in_words
-from cfl_ray.results.published import PublishedNumber, PublishedTables
 from cfl_ray.results.recorded_runs import (
     FoundRun,
     lost_method,
@@ -35,10 +34,17 @@ from cfl_ray.results.recorded_runs import (
     say_code,
 )
 from cfl_ray.results.results import MethodResult
-from cfl_ray.results.significance import EFFECTS, PairedTest, common, corrected, paired_test, signed_rank_test
+from cfl_ray.results.significance import (
+    EFFECTS,
+    PairedTest,
+    common,
+    corrected,
+    paired_test,
+    range_in_words,
+    signed_rank_test,
+)
 from cfl_ray.results.study_folder import is_finished, run_folders
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.tracking import METRICS as RECORDED_METRICS
 from cfl_ray.tracking import flatten
 from cfl_ray.tracking.record import BEST_ROUND, is_evaluated, primary_of, test_metric, validation_metric
 
@@ -74,7 +80,6 @@ _SHOWN_KEYS, _SHOWN_LETTERS = 3, 40  # in the name of an experiment: number of k
 
 # the metrics of every run, by (experiment, method) and seed; in a study, the experiment is the setting
 RunMetrics = dict[tuple[str, str], dict[int, dict[str, float]]]
-RunResults = dict[tuple[str, str], dict[int, MethodResult]]  # likewise
 
 
 def compare_runs(
@@ -204,11 +209,6 @@ def experiments_of(runs: Sequence[FoundRun]) -> list[tuple[str, list[FoundRun]]]
     return list(zip(names, groups.values(), strict=True))
 
 
-def numbers_of(experiments: Sequence[tuple[str, Sequence[FoundRun]]], round: str = "kept") -> RunMetrics:
-    """The metrics of the runs of these experiments, as `results_of`. round: as in `compare_runs`."""
-    return metrics_by_run(results_of(experiments), round)
-
-
 def results_of(experiments: Sequence[tuple[str, Sequence[FoundRun]]]) -> RunResults:
     """The results of the runs of these experiments.
 
@@ -246,10 +246,7 @@ def _options_of(method: Method[Any]) -> tuple[str, dict[str, Any]]:
 def rounds_in_words(run_metrics: RunMetrics) -> str:
     """The best rounds of the runs that have one, as the end of a sentence; empty if none has."""
     rounds = [int(values[BEST_ROUND]) for of in run_metrics.values() for values in of.values() if BEST_ROUND in values]
-    if not rounds:
-        return ""
-    least, most = min(rounds), max(rounds)
-    return f"the best round of each run, whose models are kept (round {least}{f' to {most}' * (most > least)})"
+    return f"the best round of each run, whose models are kept (round {range_in_words(rounds)})" if rounds else ""
 
 
 def unfinished_in_words(results: RunResults) -> str:
@@ -309,15 +306,15 @@ def runs_frame(run_metrics: RunMetrics) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=None if rows else ["setting", "method", "seed"])
 
 
-def read_study(folder: str | Path, only: Collection[Path] | None = None, round: str = "kept") -> RunMetrics:
-    """The metrics of the finished runs of a study, of the last evaluation and of the whole run, read from its folder.
+def read_study(folder: str | Path, only: Collection[Path] | None = None) -> RunMetrics:
+    """The metrics of the finished runs of a study, of the kept round and of the whole run, read from its folder.
 
-    only: folders of the runs to read; None: all. round: as in `compare_runs`. Raises DataError for a finished run whose
-    method or metrics are missing or damaged.
+    only: folders of the runs to read; None: all. Raises DataError for a finished run whose method or metrics are
+    missing or damaged.
     """
     run_metrics: RunMetrics = {}
     for setting, method, seed, result in _results_in(folder, only):
-        run_metrics.setdefault((setting, method), {})[seed] = values_of(result, round)
+        run_metrics.setdefault((setting, method), {})[seed] = values_of(result)
     return run_metrics
 
 
@@ -467,8 +464,7 @@ def _row(key: tuple[str, str], of_seeds: dict[int, dict[str, float]], chosen: li
     row: list[Any] = [*key, len(of_seeds)]
     for name in chosen:
         values = np.array([values.get(name, np.nan) for values in of_seeds.values()])
-        with np.errstate(invalid="ignore"):  # infinite values have no spread
-            row += [float(values.mean()), float(values.std(ddof=1)) if len(values) > 1 else np.nan]
+        row += mean_and_std(values)
     return row
 
 
@@ -539,66 +535,6 @@ def _best_of(
     return best
 
 
-@dataclass(frozen=True)
-class ClientPairs:
-    """Scores of two methods by pair, a number of a client."""
-
-    ours: Mapping[int, float] = field(default_factory=dict)
-    theirs: Mapping[int, float] = field(default_factory=dict)
-    clients: int = 0  # that the pairs stand for
-    overlap: bool = False  # whether clients of several pairs are tested on the same samples, with other models
-
-
-def _tests_of(scores: pd.DataFrame) -> pd.Series:
-    """A value for each client (index) that is equal for clients with the same rows, in the order of the clients."""
-    bits = np.ascontiguousarray(scores.to_numpy(np.float64)).view(np.int64)  # NaN is equal to itself
-    row = np.unique(bits, axis=0, return_inverse=True)[1]
-    return scores.assign(row=row).groupby(level="client")["row"].agg(tuple)
-
-
-class ClientScores:
-    """The scores of clients in one evaluation of each run, read when they are first asked for."""
-
-    def __init__(self, results: RunResults, round: str = "kept"):
-        self.results, self.round = results, round  # as in `compare_runs`
-        self._frames: dict[tuple[tuple[str, str], int], pd.DataFrame] = {}
-
-    def pairs(self, key: tuple[str, str], other: tuple[str, str], metric: str) -> ClientPairs:
-        """The pairs of a metric of two (experiment, method): a client's values are its means over the seeds.
-
-        Clients whose scores, the loss included, are the same with every seed and in both methods are a single pair:
-        they are tested on the same samples with the same models, as the clients of a true group are with a shared test
-        set (`data.test.view`). So the records decide, not the settings. Empty if the metric is not one of clients.
-        """
-        import pandas as pd
-
-        column = {"test_loss": "loss"}.get(metric, metric)
-        both = []
-        for seed in sorted(self.results.get(key, {}).keys() & self.results.get(other, {}).keys()):
-            ours, theirs = self._frame(key, seed), self._frame(other, seed)
-            if column in ours and column in theirs:
-                both.append(ours.join(theirs, how="inner", lsuffix="/ours", rsuffix="/theirs").assign(seed=seed))
-        if not both:
-            return ClientPairs()
-        scores, compared = pd.concat(both), [f"{column}/ours", f"{column}/theirs"]
-        scores = scores[np.isfinite(scores[compared].to_numpy()).all(1)]
-        means = scores.groupby(level="client")[compared].mean()
-        tests = _tests_of(scores)
-        of_one = [_tests_of(scores.filter(regex=f"/{side}$|^seed$")).nunique() for side in ("ours", "theirs")]
-        is_first = ~tests.duplicated().to_numpy()
-        ours_of, theirs_of = (dict(zip(means.index[is_first], means[name][is_first], strict=True)) for name in compared)
-        return ClientPairs(ours_of, theirs_of, len(tests), min(of_one) < tests.nunique())
-
-    def _frame(self, key: tuple[str, str], seed: int) -> pd.DataFrame:
-        """The scores of the clients, by client."""
-        if (key, seed) not in self._frames:
-            result = self.results[key][seed]
-            frame, best = result.client_metrics(), None if self.round == "last" else result.best_round
-            frame = frame[frame["round"] == (frame["round"].max() if best is None else best)]
-            self._frames[key, seed] = frame.drop(columns="round").set_index("client").astype(np.float64)
-        return self._frames[key, seed]
-
-
 def mean_and_spread(mean: float, std: float, metric: str = "", thousands: str = "") -> str:
     """Mean and spread as text, e.g. 0.912 ± 0.004; the mean alone for a single run, empty without a mean.
 
@@ -611,99 +547,3 @@ def mean_and_spread(mean: float, std: float, metric: str = "", thousands: str = 
             return f"{mean:.0f}" if mean == round(mean) else f"{mean:.1f}"
         return f"{mean:.1f} ± {std:.1f}"
     return with_spread(mean, std).replace("\u00a0", " ").replace(",", thousands)
-
-
-# ---- published tables
-
-
-def compare_with(runs: Sequence[FoundRun], published: PublishedTables, column: str | None = None) -> list[Comparison]:
-    """Our numbers and the published numbers of each method that has a row in the tables.
-
-    A run of a study belongs to the column of its setting in the tables that the study repeats, any other run to
-    `column`, or to the only column. Raises ConfigError if the column is not known, if none of our runs is in the
-    tables, if two experiments belong to one column, and for a metric that is neither in docs/metrics.md nor in a run.
-    """
-    if unknown := unknown_metric(runs, published):
-        raise ConfigError(unknown)
-    if column is not None and column not in (columns := _columns_of(published)):
-        raise ConfigError(f"the published tables have no column {column!r}{did_you_mean(column, columns)}")
-    tables = [name for name in _tables_of(runs) if name in published.tables] or list(published.tables)
-    results_of: dict[tuple[str, str], dict[int, MethodResult]] = {}  # by (column, label), then seed
-    experiment_of: dict[tuple[str, str], str] = {}
-    cells = {(column, row) for name in tables for row, column, _ in published.tables[name].cells()}
-    for name, of_experiment in experiments_of(runs):
-        for run in of_experiment:
-            for label, result in run.methods.items():
-                key = (run.setting or column or _only_column(published), label)
-                if (other := experiment_of.setdefault(key, name)) != name and key in cells:
-                    raise ConfigError(
-                        f"column {key[0]!r} stands for one experiment, but two have method {label}: {other} and "
-                        f"{name}; compare them one at a time"
-                    )
-                results_of.setdefault(key, {})[run.experiment.seed] = result
-    compared = [
-        _compared(name, row, column, number, results_of[column, row])
-        for name in tables
-        for row, column, number in published.tables[name].cells()
-        if (column, row) in results_of and number.mean is not None
-    ]
-    compared.sort(key=lambda comparison: (comparison.table, comparison.column))  # a stable sort: rows keep their order
-    comparisons = [comparison for comparison in compared if not math.isnan(comparison.ours)]
-    if compared and not comparisons:
-        metrics = ", ".join(sorted({comparison.metric for comparison in compared}))
-        raise ConfigError(f"no run has a number for the published tables: {metrics} is not known with every seed")
-    if not comparisons:
-        rows = dict.fromkeys(row for table in published.tables.values() for row in table.rows)
-        ours = "; ".join(f"{label}, {column}" for column, label in results_of)
-        raise ConfigError(
-            f"no run is in the published tables: they have the methods {', '.join(rows)} and the columns "
-            f"{', '.join(_columns_of(published))}; the runs have {ours}"
-        )
-    return comparisons
-
-
-def unknown_metric(runs: Sequence[FoundRun], published: PublishedTables) -> str:
-    """A message if a metric of the tables is neither in docs/metrics.md nor in a run; otherwise empty."""
-    present = {name for run in runs for result in run.methods.values() for name in values_of(result)}
-    for name in _tables_of(runs) or published.tables:
-        for row, _, number in published.tables[name].cells() if name in published.tables else ():
-            if number.metric not in RECORDED_METRICS and number.metric not in present:
-                near = did_you_mean(number.metric, present)
-                return f"tables.{name}, row {row}: no run has the metric {number.metric!r}{near}"
-    return ""
-
-
-def _tables_of(runs: Sequence[FoundRun]) -> list[str]:
-    """The published tables that the studies of these runs repeat."""
-    studies = dict.fromkeys(run.study for run in runs if run.study is not None)
-    return [name for study in studies for name in load_study(RunDirectory(study).study).tables]
-
-
-def _columns_of(published: PublishedTables) -> list[str]:
-    return list(dict.fromkeys(column for table in published.tables.values() for column in table.columns))
-
-
-def _only_column(published: PublishedTables) -> str:
-    columns = _columns_of(published)
-    if len(columns) > 1:
-        raise ConfigError(f"the published tables have several columns; name one with --column: {', '.join(columns)}")
-    return columns[0]
-
-
-def _compared(
-    table: str, row: str, column: str, number: PublishedNumber, of_seeds: Mapping[int, MethodResult]
-) -> Comparison:
-    ours = number.scale * np.array([values_of(result).get(number.metric, math.nan) for result in of_seeds.values()])
-    return Comparison(
-        table=table,
-        row=row,
-        column=column,
-        metric=number.metric,
-        unit=number.unit,
-        ours=float(ours.mean()),
-        ours_std=float(ours.std(ddof=1)) if len(ours) > 1 else math.nan,
-        seeds=len(ours),
-        published=math.nan if number.mean is None else number.mean,
-        published_std=math.nan if number.std is None else number.std,
-        misprint=number.misprint,
-    )

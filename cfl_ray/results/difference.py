@@ -114,7 +114,7 @@ def _of_results(first: Path, second: Path) -> Iterator[str]:
 
 
 def _results_of(run: Path) -> dict[str, MethodResult]:
-    folders = sorted(file.parent for file in run.glob(f"*/{RunDirectory.info.name}"))
+    folders = [file.parent for file in RunDirectory(run).of_methods(RunDirectory.info)]
     return {folder.name: recorded_result(folder.name, folder) for folder in folders}
 
 

@@ -98,7 +98,7 @@ def droppable(folder: Path, models: bool = False, figures: bool = False) -> list
     runs, shards = _found(folder)
     found = []
     for run in filter(lambda run: _state(run) == "finished", runs):
-        for directory in map(RunDirectory, sorted(path.parent for path in run.glob(f"*/{RunDirectory.info.name}"))):
+        for directory in (RunDirectory(file.parent) for file in RunDirectory(run).of_methods(RunDirectory.info)):
             if models:
                 kept = [path for path in (directory.checkpoints, directory.models) if path.is_dir()]
                 found += [Droppable(run, f"models of {directory.path.name}", tuple(kept))] if kept else []
@@ -141,7 +141,7 @@ def _found(folder: Path) -> tuple[list[Path], list[Path]]:
 def _state(run: Path) -> str:
     if RunDirectory(run).is_live:
         return "live"
-    methods = [file.parent for file in run.glob(f"*/{RunDirectory.info.name}")]
+    methods = [file.parent for file in RunDirectory(run).of_methods(RunDirectory.info)]
     return "finished" if methods and all(map(is_finished, [run, *methods])) else "unfinished"
 
 
@@ -157,7 +157,7 @@ def _needed(runs: Sequence[Path], shards: Sequence[Path], keep_models: bool) -> 
             return {*shards}
         if keep_models or _state(run) != "finished":
             digests.add(environment.data)
-            joined += "".join(file.read_text() for file in run.glob(f"*/{RunDirectory.events.name}"))
+            joined += "".join(file.read_text() for file in RunDirectory(run).of_methods(RunDirectory.events))
     if any(_starting(folder) for folder in {shard.parent.parent for shard in shards}):
         return {*shards}
     return {each for each in shards if _content_of(each) in (None, *digests) or str(each) in joined}
@@ -176,7 +176,8 @@ def _content_of(shards: Path) -> str | None:
 
 
 def _figures_of(run: Path) -> list[Path]:
-    folders = [RunDirectory(run).artifacts, *run.glob(f"*/{RunDirectory.artifacts.name}")]
+    directory = RunDirectory(run)
+    folders = [directory.artifacts, *directory.of_methods(RunDirectory.artifacts)]
     return sorted(path for folder in folders for path in folder.glob("*") if path.suffix in _FIGURES)
 
 
@@ -184,8 +185,8 @@ def _bytes_of(run: Path) -> dict[str, int]:
     directory = RunDirectory(run)
     by_kind = {
         "figures": sum(map(size_of, _figures_of(run))),
-        _CHECKPOINTS: sum(map(size_of, run.glob(f"*/{RunDirectory.checkpoints.name}"))),
-        "models": sum(map(size_of, run.glob(f"*/{RunDirectory.models.name}"))),
+        _CHECKPOINTS: sum(map(size_of, directory.of_methods(RunDirectory.checkpoints))),
+        "models": sum(map(size_of, directory.of_methods(RunDirectory.models))),
         "code": size_of(directory.user_code) if directory.user_code.is_dir() else 0,
     }
     return by_kind | {"records": size_of(run) - sum(by_kind.values())}

@@ -44,6 +44,12 @@ class Environment:
     code: dict[str, str] = field(default_factory=dict)  # digests of the user's files (`code_of`)
     # by label, with `evaluation.confusion`, so that its readers need no data; empty: the data have no names
     class_names: list[str] = field(default_factory=list)
+    last_batch: int = 0  # of `EngineChoice`
+
+    @property
+    def choice(self) -> EngineChoice:
+        """The choice of the engine."""
+        return EngineChoice(self.engine, self.engine_reason, self.last_batch)
 
     def with_inputs(self, experiment: Experiment, federation: Federation) -> "Environment":
         """This environment with the data and the code of an experiment whose parts are loaded."""
@@ -104,6 +110,7 @@ def described(
     )
     one_by_one, has_deadline = bool(runtime.clients_per_host), runtime.round_deadline is not None
     environment = Environment(choice.engine, device, instructions, versions, one_by_one, has_deadline, choice.reason)
+    environment = replace(environment, last_batch=choice.last_batch)
     return {"hosts": place, "device": device, "engine": choice.reason, "cpu": cpus, "torch": versions}, environment
 
 
@@ -120,8 +127,9 @@ def read_environment(run_dir: Path | None) -> Environment | None:
 def write_environment(run_dir: Path, environment: Environment) -> None:
     """Writes the environment at the start of a run."""
     values = asdict(environment)
-    if not environment.class_names:
-        values.pop("class_names")
+    for name in ("class_names", "last_batch"):
+        if not values[name]:
+            values.pop(name)
     write_json(RunDirectory(run_dir).environment, values)
 
 

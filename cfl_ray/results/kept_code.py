@@ -249,11 +249,16 @@ def with_code_of_study(root: Path, runs: Sequence[Path], study: Study, code: str
 
 def _edited_since(run: Path, study: Study) -> list[str]:
     """The files named by a study whose digests are not those that a run without a copy has recorded."""
-    code = (read_json(RunDirectory(run).environment) or {}).get("code")
-    recorded = code if isinstance(code, dict) else {}
+    recorded = _recorded_digests(run)
     named = {Path(text.rpartition(":")[0]) for text in study.references}
     found = {"/".join(file.parts[-2:]): file for file in named if file.is_file()}
     return [str(file) for name, file in found.items() if recorded.get(name) not in (None, files.sha256(file))]
+
+
+def _recorded_digests(run: Path) -> dict[str, Any]:
+    """The digests of the user's files on record, by folder and name of the file; empty without a record."""
+    code = (read_json(RunDirectory(run).environment) or {}).get("code")
+    return code if isinstance(code, dict) else {}
 
 
 def _mixed(root: Path, file: Path | None) -> str:
@@ -265,9 +270,7 @@ def versions_in_words(runs: Iterable[Path]) -> list[str]:
     """A line for each of the user's files of which runs have run several versions; empty without any."""
     found: dict[str, dict[str, list[Path]]] = {}
     for run in runs:
-        environment = read_json(RunDirectory(run).environment) or {}
-        code = environment.get("code")
-        for name, digest in code.items() if isinstance(code, dict) else ():
+        for name, digest in _recorded_digests(run).items():
             found.setdefault(name, {}).setdefault(str(digest), []).append(run)
     return [
         f"these runs have run {len(versions)} versions of {name}: "

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from cfl_ray.report.drawing import p_in_words
+from cfl_ray.report.report_data import mean_and_std
+from cfl_ray.results.client_scores import ClientScores
 from cfl_ray.results.comparison import (
-    ClientScores,
     RunMetrics,
     chosen_metrics,
     is_dense,
@@ -78,14 +79,7 @@ def latex_table(
     caption = _caption(run_metrics, shown, tested, test, correction)
     if of_best:
         caption += " The numbers are those of each run's best round, whose models are kept."
-    lines = [
-        r"\begin{table}",
-        r"\centering",
-        rf"\caption{{{caption}}}",
-        rf"\begin{{tabular}}{{l{'r' * len(titles)}}}",
-        r"\toprule",
-        " & ".join(["method", *titles]) + r" \\",
-    ]
+    lines = [" & ".join(["method", *titles]) + r" \\"]
     for columns in blocks:
         lines.append(r"\midrule")
         if len(blocks) > 1:
@@ -94,7 +88,13 @@ def latex_table(
         for method in dict.fromkeys(method for experiment, method in run_metrics if experiment in names):
             cells = [_cell(run_metrics, (column.experiment, method), column, tested) for column in columns]
             lines.append(" & ".join([escaped(method), *cells]) + r" \\")
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}"])
+    return as_table(caption, "l" + "r" * len(titles), lines)
+
+
+def as_table(caption: str, columns: str, lines: Sequence[str], *size: str) -> str:
+    """The lines of a table with its rules at both ends. caption: LaTeX. columns: alignment. size: of the letters."""
+    begin = [r"\begin{table}", r"\centering", *size, rf"\caption{{{caption}}}", rf"\begin{{tabular}}{{{columns}}}"]
+    return "\n".join([*begin, r"\toprule", *lines, r"\bottomrule", r"\end{tabular}", r"\end{table}"])
 
 
 def escaped(text: str) -> str:
@@ -138,8 +138,7 @@ def _cell(
 def _texts(values: np.ndarray, metric: str) -> tuple[str, str]:
     """Mean and standard deviation in the metric's unit, the latter empty for a single value; percent with 0.01."""
     title = title_of(metric)
-    with np.errstate(invalid="ignore"):  # infinite values have no spread
-        mean, std = float(values.mean()), float(values.std(ddof=1)) if len(values) > 1 else math.nan
+    mean, std = mean_and_std(values)
     if title.unit == PERCENT and math.isfinite(mean):
         return f"{title.factor * mean:.2f}", "" if math.isnan(std) else f"{title.factor * std:.2f}"
     text = mean_and_spread(mean, std, metric, r"{,}").replace("inf", r"\infty")

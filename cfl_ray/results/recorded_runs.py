@@ -10,14 +10,15 @@ from typing import Any
 from cfl_ray.config import Experiment
 from cfl_ray.core.method import Method
 from cfl_ray.errors import ConfigError, DataError, command
+from cfl_ray.errors.redaction import redact
 from cfl_ray.methods import resolve
 from cfl_ray.results.kept_code import versions_in_words, with_code_of
 from cfl_ray.results.results import MethodResult, Results
-from cfl_ray.results.study_folder import is_finished, run_folders
+from cfl_ray.results.study_folder import begun_methods, is_finished, run_folders
 from cfl_ray.results.trained import TrainedMethod
 from cfl_ray.results.trust import load_record
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.tracking import read_end, read_info, read_records, redact, resolve_uri
+from cfl_ray.tracking import read_end, read_records, resolve_uri
 
 
 def recorded_run(
@@ -47,8 +48,7 @@ def recorded_methods(run_dir: Path, experiment: Experiment) -> dict[str, Method[
     try:
         return dict(resolve(experiment.methods))
     except ConfigError:
-        infos = {file.parent.name: read_info(file.parent) for file in run_dir.glob(f"*/{RunDirectory.info.name}")}
-        return dict.fromkeys(sorted(infos, key=lambda label: infos[label].time_ms))
+        return dict.fromkeys(folder.name for folder in begun_methods(run_dir))
 
 
 def finished_results(

@@ -15,11 +15,12 @@ from cfl_ray.config.study import load_study
 from cfl_ray.core.diagnostics import CLIENTS, CLUSTERS, MIXTURE_WEIGHTS
 from cfl_ray.core.reported import Diagnostic
 from cfl_ray.errors import FOREIGN, ConfigError, DataError, class_and_text, command, counted
+from cfl_ray.errors.redaction import redact
 from cfl_ray.methods import full_label
 from cfl_ray.report.drawing import listed
 from cfl_ray.report.ranks import ranks_of
 from cfl_ray.report.report_data import Comparison, MethodRun, PerClient, RecordedMatrix, Report, ReportedExperiment
-from cfl_ray.results import comparison
+from cfl_ray.results import comparison, published_comparison
 from cfl_ray.results.arrow_log import read_client_metrics, read_reassignments
 from cfl_ray.results.published import load_published
 from cfl_ray.results.recorded_runs import FoundRun, find_runs, recorded_methods, say_code
@@ -28,7 +29,7 @@ from cfl_ray.results.study_folder import is_finished
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.setup.criterion import Criterion
 from cfl_ray.system.files import SHARED, write_text
-from cfl_ray.tracking import flatten, read_info, redact
+from cfl_ray.tracking import flatten, read_info
 from cfl_ray.tracking.record import (
     BEST_ROUND,
     LABEL_COUNTS,
@@ -82,7 +83,7 @@ def report_page(
     say_code(runs, _logger.warning)
     if against is not None:
         published = load_published(against)
-        return _page(runs, comparison.compare_with(runs, published, column), published.paper.reference)
+        return _page(runs, published_comparison.compare_with(runs, published, column), published.paper.reference)
     return _page(runs, *(_published_of(Path(paths[0]), runs) if len(paths) == 1 else ((), "")))
 
 
@@ -104,10 +105,10 @@ def _published_of(
     if file is None or not Path(file).is_file():
         return (), ""
     published = load_published(file)
-    if unknown := comparison.unknown_metric(runs, published):
+    if unknown := published_comparison.unknown_metric(runs, published):
         warn(f"the report has no published numbers: {file}: {unknown}")
     try:
-        return comparison.compare_with(runs, published), published.paper.reference
+        return published_comparison.compare_with(runs, published), published.paper.reference
     except ConfigError:
         return (), ""
 
@@ -129,7 +130,7 @@ def report_at_the_end(folder: Path, runs: Callable[[], Sequence[FoundRun]], warn
 def report_of(runs: Sequence[FoundRun], comparisons: Sequence[Comparison] = (), paper: str = "") -> Report:
     """The data of the page. Runs of a setting of a study, or that differ only in the seed, form an experiment."""
     groups = comparison.experiments_of(runs)
-    run_metrics = comparison.numbers_of(groups)
+    run_metrics = comparison.metrics_by_run(comparison.results_of(groups))
     experiments = [_experiment(name, group) for name, group in groups]
     scores = [experiment.score for experiment in experiments if experiment.methods]
     metrics = _columns(run_metrics, scores, [result for run in runs for result in run.methods.values()])

@@ -124,10 +124,14 @@ def _short(value: str, other: str) -> str:
     return f"{'...' * (start > 0)}{part}{'...' * (start + _SHOWN < len(value))}"
 
 
-def check_is_of_run(directory: RunDirectory, experiment: Experiment) -> None:
-    """Raises ConfigError if the run began with another experiment than this one, which was passed for it."""
+def check_is_of_run(directory: RunDirectory, experiment: Experiment, key: str = "", advice: str = "") -> None:
+    """Raises ConfigError if the run began with another experiment than this one.
+
+    key, advice: how the message begins, with the argument that named the run, and how it ends.
+    """
     if recorded_hash(directory) != experiment.config_hash:
-        raise ConfigError(f"{directory.path} belongs to another config: {differences(directory, experiment)}")
+        differing = differences(directory, experiment)
+        raise ConfigError(f"{key}{directory.path} belongs to another config: {differing}{advice}")
 
 
 def check_not_edited(directory: RunDirectory, experiment: Experiment) -> None:

@@ -5,9 +5,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from cfl_ray.config.method_entries import name_and_options
 from cfl_ray.config.study import load_study
 from cfl_ray.run_directory import File, RunDirectory
-from cfl_ray.tracking import read_end
+from cfl_ray.tracking import read_end, read_info
 
 
 def run_folders(study: str | Path, containing: File = RunDirectory.config) -> list[tuple[str, str, Path]]:
@@ -31,17 +32,16 @@ def _names_in(file: Path) -> tuple[list[str], list[str]]:
         return [], []
     study = load_study(file)
     sections = [values for values in (study.experiment, *study.settings.values()) if "methods" in values]
-    return list(study.settings), [label or name for values in sections for name, label in methods_in(values)]
+    return list(study.settings), [label or name for values in sections for name, label in methods_in(values["methods"])]
 
 
-def methods_in(values: dict[str, Any]) -> list[tuple[str, str]]:
-    """The name of each method that an experiment lists, and its label, empty if it follows from the options."""
-    methods = values.get("methods", ["fedavg"])
+def methods_in(entries: Any) -> list[tuple[str, str]]:
+    """The name of each method in entries of `methods`, and its label, empty if it follows from the options."""
     listed = []
-    for entry in methods if isinstance(methods, list) else ():
-        name, options = next(iter(entry.items())) if isinstance(entry, dict) and entry else (entry, None)
-        label = str(options.get("label") or "") if isinstance(options, dict) else ""
-        listed += [(str(each), label) for each in (method_names() if entry == "all" else [name])]
+    for entry in entries if isinstance(entries, list) else ():
+        name, options = name_and_options(entry)
+        label = str(options.get("label") or "")
+        listed += [(each, label) for each in (method_names() if entry == "all" else [name])]
     return listed
 
 
@@ -61,8 +61,14 @@ def _position(name: str, names: list[str]) -> int:
 def begun_runs(study: Path) -> list[Path]:
     """The folders of a study's runs that have recorded a round."""
     folders = sorted(RunDirectory(study).run_folders())
-    logs = ((run, run.glob(f"*/{RunDirectory.metrics.name}")) for run in folders)
+    logs = ((run, RunDirectory(run).of_methods(RunDirectory.metrics)) for run in folders)
     return [run for run, files in logs if any(file.stat().st_size for file in files)]
+
+
+def begun_methods(run: Path) -> list[Path]:
+    """The folders of a run's methods that have begun, in the order in which they did. Runs no code of the config."""
+    folders = [file.parent for file in RunDirectory(run).of_methods(RunDirectory.info)]
+    return sorted(folders, key=lambda folder: read_info(folder).time_ms)
 
 
 def is_finished(run: Path) -> bool:

@@ -11,7 +11,7 @@ from types import FunctionType
 from typing import Any
 
 from cfl_ray.config import Experiment
-from cfl_ray.plugins.calling import is_installed, is_user_file
+from cfl_ray.plugins.calling import file_of, is_installed, is_user_file, source_of
 from cfl_ray.system.files import sha256_once
 
 _IMPORTING = {"import_module", "__import__"}  # functions that import the module that they are given
@@ -85,7 +85,7 @@ def typed_sources(experiment: Experiment) -> dict[str, str]:
     seen: set[int] = set()
     while waiting:
         part = waiting.pop()
-        source = part if inspect.isroutine(part) or inspect.isclass(part) else type(part)
+        source = source_of(part)
         if id(source) in seen or getattr(source, "__module__", "").partition(".")[0] in ("cfl_ray", "builtins"):
             continue
         seen.add(id(source))
@@ -136,9 +136,5 @@ def _objects_in(value: Any) -> Iterator[Any]:
 
 
 def _file_of(part: Any) -> Path | None:
-    source = part if inspect.isroutine(part) or inspect.isclass(part) else type(part)
-    try:
-        file = inspect.getsourcefile(inspect.unwrap(source))
-    except (TypeError, OSError):
-        return None
-    return Path(file).resolve() if file else None
+    file = file_of(part)
+    return None if file is None else file.resolve()

@@ -142,6 +142,10 @@ class RunDirectory:
         """The directory of a method."""
         return RunDirectory(self.path / label)
 
+    def of_methods(self, file: File) -> list[Path]:
+        """The places of a file in the folders of a run's methods that have it, ordered by the method."""
+        return sorted(self.path.glob(f"*/{file.name}"))
+
     def cursor(self, tracker: str) -> Path:
         """The file that says how much of the run a tracker has (tracker-NAME.json, or mlflow.json)."""
         return (

@@ -89,9 +89,9 @@ class InProcessSession:
         self.choice = engine_choice(
             setup,
             lambda: engine_by_rule(setup, self.worker.network),
-            kept.engine if (kept := read_environment(run_dir)) else None,
+            kept.choice if (kept := read_environment(run_dir)) else None,
         )
-        self.worker.engine = self.choice.engine
+        self.worker.engine, self.worker.last_batch = self.choice.engine, self.choice.last_batch
         self._backend()  # built anew for each method; built here once to reject an invalid backend
 
     def rounds(self, label: str, record_wait: Callable[[str], None]) -> Iterator[RoundRecord]:

@@ -38,7 +38,7 @@ from cfl_ray.plugins.calling import place_of
 from cfl_ray.privacy.noisy_sums import PrivateRun
 from cfl_ray.system.threads import one_thread
 
-MIXTURE_WEIGHTS = "mixture weights"  # among the names of the values that a client keeps
+KEPT_WEIGHTS = "mixture weights"  # among the names of the values that a client keeps
 
 
 @dataclass
@@ -77,7 +77,7 @@ class DryBackend(KeepsClientStates):
             floats = columns + work.kept_numbers + (self.spec.trained if work.local.persist else 0)
             self.kept[state.name] = work.models_per_client * floats
         if isinstance(work, Train | Weigh) and work.num_models and work.program.overrides("weigh"):
-            self.kept[MIXTURE_WEIGHTS] = work.num_models
+            self.kept[KEPT_WEIGHTS] = work.num_models
         arrays = {name: np.ones_like(array) for name, array in work.empty_result(self.shape.num_classes).items()}
         if isinstance(work, Describe):
             length = self.num_features(work)
@@ -210,7 +210,7 @@ class TrafficEstimate:
     @property
     def mixed(self) -> int:
         """Number of models that a client mixes; 0 if it mixes none."""
-        return self.kept.get(MIXTURE_WEIGHTS, 0)
+        return self.kept.get(KEPT_WEIGHTS, 0)
 
     def total(self, rounds: int) -> float:
         """Mbit of a run of `rounds` rounds, download and upload."""
@@ -239,7 +239,7 @@ def traffic(
     if isinstance(method.aggregation_rule, Mean):
         deferred = max(backend.deferred, default=0)
     else:
-        deferred = cohort * backend.kept.get(MIXTURE_WEIGHTS, 1)  # a robust rule needs all results together
+        deferred = cohort * backend.kept.get(KEPT_WEIGHTS, 1)  # a robust rule needs all results together
     return TrafficEstimate(rounds=tuple(mbit), models=models, deferred=deferred, kept=backend.kept)
 
 

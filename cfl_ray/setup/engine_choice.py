@@ -1,38 +1,44 @@
 """Engine and device of a run."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from cfl_ray.config import Experiment
-from cfl_ray.engine.choice import Compiling, EngineChoice, choice_of
+from cfl_ray.core.engine_names import COMPILED
+from cfl_ray.engine.choice import Compiling, EngineChoice, choice_of, with_last_batch
 from cfl_ray.errors import ConfigError
 from cfl_ray.nn.network import Network
 from cfl_ray.setup.setup import Setup
 
+_CONFIGURED = "as configured"
 
-def engine_choice(setup: Setup, by_rule: Callable[[], EngineChoice], kept: str | None = None) -> EngineChoice:
+
+def engine_choice(setup: Setup, by_rule: Callable[[], EngineChoice], kept: EngineChoice | None = None) -> EngineChoice:
     """The configured engine, the engine that the run began with, or the engine by the rule.
 
-    by_rule: returns `engine_by_rule` on the device of the hosts. kept: the engine of the run before it was interrupted;
+    by_rule: returns `engine_by_rule` on the device of the hosts. kept: the choice of the run before it was interrupted;
     None: a new run.
     """
     wanted = setup.experiment.runtime.engine
-    if wanted != "auto":
-        return EngineChoice(wanted, f"{wanted}: as configured")
-    if kept is not None:
-        return EngineChoice(kept, f"{kept}: as at the start of the run")
-    return by_rule()
+    if kept is not None and wanted in ("auto", kept.engine):
+        how = "as at the start of the run" if wanted == "auto" else _CONFIGURED
+        return replace(kept, reason=f"{kept.engine}: {how}")
+    return by_rule() if wanted in ("auto", COMPILED) else EngineChoice(wanted, f"{wanted}: {_CONFIGURED}")
 
 
 def engine_by_rule(setup: Setup, network: Network, tried: bool = True) -> EngineChoice:
-    """The engine for the experiment by the rule.
+    """The engine for the experiment by the rule; of `compiled`, if it is configured, the programs.
 
     network: one of the setup, on the device of the hosts. tried: as `Compiling.tried`.
     """
     experiment, division = setup.experiment, setup.division
     trained = experiment.rounds * division.cohort * len(setup.methods)
     compiling = Compiling(experiment.runtime.compile, trained, tried)
+    if experiment.runtime.engine == COMPILED:
+        configured = EngineChoice(COMPILED, f"{COMPILED}: {_CONFIGURED}")
+        return with_last_batch(configured, network, setup.federation, setup.local, compiling)
     return choice_of(network, setup.federation, setup.local, division, compiling)
 
 

@@ -111,10 +111,10 @@ class Setup:
                 )
         return network
 
-    def worker(self, device: str = "cpu", engine: str = SEQUENTIAL) -> Worker:
-        """A new worker for a process."""
+    def worker(self, device: str = "cpu", engine: str = SEQUENTIAL, last_batch: int = 0) -> Worker:
+        """A new worker for a process. engine, last_batch: of `EngineChoice`."""
         configured = self.experiment.runtime.engine != "auto"
-        return Worker(self.network(device), self.federation, engine, self.attack, configured)
+        return Worker(self.network(device), self.federation, engine, self.attack, configured, last_batch)
 
     @property
     def warnings(self) -> list[str]:

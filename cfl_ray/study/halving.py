@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from cfl_ray.config.study import HalvingConfig, Trial
+from cfl_ray.config.sweep import HalvingConfig, Trial
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.study.study_plan import StudyRun
 from cfl_ray.tracking import read_records
@@ -85,4 +85,4 @@ def _rounds(run: StudyRun, root: Path) -> list[int]:
 
 def _methods(run: StudyRun, root: Path) -> list[Path]:
     """The folders of the methods of a run that have recorded rounds."""
-    return [log.parent for log in sorted(run.folder(root).glob(f"*/{RunDirectory.metrics.name}"))]
+    return [log.parent for log in RunDirectory(run.folder(root)).of_methods(RunDirectory.metrics)]

@@ -14,9 +14,10 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from cfl_ray.config import Experiment
-from cfl_ray.config.study import ALL_SETTINGS, Study, SweepConfig, Trial, load_study
+from cfl_ray.config.study import ALL_SETTINGS, Study, load_study
+from cfl_ray.config.sweep import SweepConfig, Trial
 from cfl_ray.errors import ConfigError, Interrupted, RunError, command, did_you_mean
-from cfl_ray.errors.redaction import HIDDEN
+from cfl_ray.errors.redaction import HIDDEN, redact
 from cfl_ray.lifecycle.extension import check_extension
 from cfl_ray.lifecycle.recorder import write_figures
 from cfl_ray.report.ranks import ranks_of, ranks_table
@@ -46,7 +47,6 @@ from cfl_ray.tracking import (
     flatten,
     last_record,
     read_records,
-    redact,
     resolve_uri,
 )
 from cfl_ray.tracking.record import METRICS, EndStatus, RoundRecord, mean_of_runs, metric_names
@@ -61,7 +61,6 @@ _MORE_SECONDS = 5.0  # added to END_SECONDS in the wait for runs whose study was
 _logger = logging.getLogger(__name__)
 
 
-@dataclass
 class StudyWatcher:
     """Receives the events of a study; the default logs warnings and runs that fail, and ignores the rest."""
 
@@ -490,7 +489,7 @@ class _Launch:
         """Writes figures that compare the methods of each setting by means over the seeds, for its run in MLflow."""
         records_of: dict[str, dict[str, list[list[RoundRecord]]]] = {}
         for setting, method, run in run_folders(self.root):
-            for end in run.glob(f"*/{RunDirectory.end.name}"):
+            for end in RunDirectory(run).of_methods(RunDirectory.end):
                 if is_finished(end.parent):
                     records_of.setdefault(setting, {}).setdefault(method, []).append(list(read_records(end.parent)))
         plain = metric_names(records_of)

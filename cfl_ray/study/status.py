@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cfl_ray.config.experiment import listed_methods
 from cfl_ray.config.method_entries import listed_name
-from cfl_ray.config.study import ALL_SETTINGS, Study, Trial, load_study, place_of
+from cfl_ray.config.study import ALL_SETTINGS, Study, load_study, place_of
+from cfl_ray.config.sweep import Trial
 from cfl_ray.errors import ConfigError, command
 from cfl_ray.results.study_folder import is_finished, method_names, methods_in, run_folders
 from cfl_ray.run_directory import RunDirectory
@@ -86,12 +88,12 @@ class PlannedRuns:
         for setting, trial in itertools.product(study.setting_names, trials):
             listed = _entries(study, setting, trial)
             place = setting if study.learns else place_of(study, setting, trial.name)
-            labels = _labels({"methods": listed})
+            labels = _labels(listed)
             others = self.labels.get(place, frozenset[str]())
             self.labels[place] = None if labels is None or others is None else others | labels
             for entry in listed:
                 more = trials_of.get(listed_name(entry), 1) if study.learns else 1
-                self.count += more * len(methods_in({"methods": [entry]})) * len(self.seeds)
+                self.count += more * len(methods_in([entry])) * len(self.seeds)
 
     def of_trials(self, trials: Collection[tuple[str, str]]) -> int:
         """Number of runs of these pairs (name of a trial, method)."""
@@ -119,18 +121,18 @@ class PlannedRuns:
 
 def _entries(study: Study, setting: str, trial: Trial) -> list[Any]:
     """The entries of `methods` in a setting that a trial is for."""
-    listed = trial.parameters.get("methods") or study.values(setting, {}).get("methods", ["fedavg"])
+    listed = trial.parameters.get("methods") or listed_methods(study.values(setting, {}))
     entries = listed if isinstance(listed, list) else []
     mine = [entry for entry in entries if trial.method in (None, listed_name(entry))]
     if not mine or not trial.parameters:
         return mine
-    entries = study.values(setting, trial.parameters).get("methods", entries)
+    entries = listed_methods(study.values(setting, trial.parameters))
     return [entry for entry in entries if trial.method in (None, listed_name(entry))]
 
 
-def _labels(values: dict[str, Any]) -> frozenset[str] | None:
-    """The labels of the methods that an experiment lists; None if they follow from options or from files."""
-    published, listed = method_names(), methods_in(values)
+def _labels(entries: list[Any]) -> frozenset[str] | None:
+    """The labels of these entries of `methods`; None if they follow from options or from files."""
+    published, listed = method_names(), methods_in(entries)
     if any(not label and name not in published for name, label in listed):
         return None
     labels = frozenset(label or name for name, label in listed)

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from cfl_ray.config import Experiment
+from cfl_ray.config.experiment import listed_methods
 from cfl_ray.config.method_entries import listed_name
-from cfl_ray.config.study import Study, Trial, place_of
+from cfl_ray.config.study import Study, place_of
+from cfl_ray.config.sweep import Trial
 from cfl_ray.core.method import Method
 from cfl_ray.core.tasks import resolve_task
 from cfl_ray.data.from_config import has_validation
@@ -130,7 +132,7 @@ def _runs_of(study: Study, setting: str, trial: Trial, seed: int) -> list[StudyR
         if trial.method is not None and not _lists(study, setting, trial):
             return []
         values = study.values(setting, trial.parameters)
-        entries = entries_by_label(values.get("methods", Experiment.model_fields["methods"].default))
+        entries = entries_by_label(listed_methods(values))
         return [
             StudyRun(place, label, seed, _experiment(study, values, entry, seed), setting, trial)
             for label, entry, listed in entries
@@ -142,8 +144,7 @@ def _runs_of(study: Study, setting: str, trial: Trial, seed: int) -> list[StudyR
 
 def _lists(study: Study, setting: str, trial: Trial) -> bool:
     """Whether the methods of a setting, or those that the trial sets, include the method of the trial."""
-    listed = trial.parameters.get("methods", study.values(setting, {}).get("methods"))
-    entries = Experiment.model_fields["methods"].default if listed is None else listed
+    entries = trial.parameters.get("methods", listed_methods(study.values(setting, {})))
     return not isinstance(entries, list) or trial.method in [listed_name(entry) for entry in entries]
 
 
@@ -162,7 +163,7 @@ def entries_by_label(entries: Any) -> list[tuple[str, Any, str]]:
 def config_of(study: Study, setting: str, trial: Trial, method: str, seed: int) -> dict[str, Any]:
     """The keys of the experiment of a run, as the study has them, without defaults. method: label."""
     values = study.values(setting, trial.parameters)
-    entries = entries_by_label(values.get("methods", Experiment.model_fields["methods"].default))
+    entries = entries_by_label(listed_methods(values))
     (entry,) = [entry for label, entry, _ in entries if label == method]
     return _values_of_run(study, values, method if isinstance(entry, Method) else entry, seed)
 

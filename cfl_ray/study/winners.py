@@ -6,10 +6,12 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-from cfl_ray.config import Experiment
+from cfl_ray.config.experiment import listed_methods
+from cfl_ray.config.method_entries import name_and_options
 from cfl_ray.config.reading import set_key
 from cfl_ray.config.section import as_yaml
-from cfl_ray.config.study import ALL_SETTINGS, RangeConfig, Study, merged
+from cfl_ray.config.study import ALL_SETTINGS, Study, merged
+from cfl_ray.config.sweep import RangeConfig
 from cfl_ray.core.method import Method
 from cfl_ray.errors import ConfigError
 from cfl_ray.study.study_plan import entries_by_label
@@ -59,12 +61,11 @@ def _shared(winners: Sequence[RankedTrial]) -> dict[str, Any]:
 def _entry(study: Study, trial: RankedTrial) -> Any:
     """The entry of a list of methods with the options, the label and the keys of `local` of a trial."""
     values = study.values(trial.setting, trial.trial.parameters)
-    entries = entries_by_label(values.get("methods", Experiment.model_fields["methods"].default))
+    entries = entries_by_label(listed_methods(values))
     (entry,) = [entry for label, entry, _ in entries if label == trial.method]
     if isinstance(entry, Method):  # of `all`
         entry = trial.method
-    name, options = (entry, {}) if isinstance(entry, str) else next(iter(entry.items()))
-    options = dict(options or {})
+    name, options = name_and_options(entry)
     keys = {key.split(".")[1] for key in trial.parameters if key.startswith("local.")}
     own = {key: value for key, value in values.get("local", {}).items() if key in keys or "local" in trial.parameters}
     if local := own | dict(options.pop("local", None) or {}):

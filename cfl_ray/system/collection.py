@@ -1,6 +1,7 @@
-"""Python's cyclic garbage collection."""
+"""Python's cyclic garbage collection, which imports and the end of a process do without."""
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,3 +19,22 @@ def paused_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Context of imports during which nothing is collected, a tenth of the time; later collections skip the modules.
+
+    The collector finds next to nothing in modules.
+    """
+    with paused_collection():
+        try:
+            yield
+        finally:
+            gc.freeze()
+
+
+def skip_last_collections() -> None:
+    """Lets Python end without looking for cycles among all objects, which takes a second."""
+    if "triton" not in sys.modules:  # which prints what is left
+        gc.freeze()

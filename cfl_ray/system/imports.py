@@ -1,10 +1,8 @@
-"""Names that a package imports when they are first used, and imports and exits without Python's garbage collector."""
+"""Names that a package imports when they are first used."""
 
-import gc
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 
@@ -26,25 +24,3 @@ def lazy_names(
         return sorted({*module_of, *(name for name in vars(sys.modules[package]) if name.startswith("__"))})
 
     return getattr_, dir_
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Context of imports during which nothing is collected, a tenth of the time; later collections skip the modules.
-
-    The collector finds next to nothing in modules.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        if was_enabled:
-            gc.enable()
-
-
-def skip_last_collections() -> None:
-    """Lets Python end without looking for cycles among all objects, which takes a second."""
-    if "triton" not in sys.modules:  # which prints what is left
-        gc.freeze()

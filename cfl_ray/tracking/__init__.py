@@ -3,7 +3,6 @@
 Importing this package does not import mlflow.
 """
 
-from cfl_ray.errors.redaction import redact
 from cfl_ray.tracking.delivery import Delivery
 from cfl_ray.tracking.mlflow import resolve_uri, save_model
 from cfl_ray.tracking.mlflow_tracker import Mlflow, deliver_earlier_results, deliver_pending, where_to_look
@@ -40,7 +39,6 @@ __all__ = [
     "read_end",
     "read_info",
     "read_records",
-    "redact",
     "resolve_uri",
     "save_model",
     "summarise",

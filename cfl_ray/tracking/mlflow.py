@@ -32,7 +32,7 @@ from cfl_ray.errors import DataError
 from cfl_ray.errors.redaction import split
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.security.credentials import with_credentials
-from cfl_ray.system.files import PRIVATE, private_folder, write_text
+from cfl_ray.system.files import PRIVATE, private_folder, sha256, write_text
 from cfl_ray.system.sqlite_uris import absolute_sqlite, sqlite_path, sqlite_uri
 from cfl_ray.tracking.delivery import Undeliverable
 from cfl_ray.tracking.progress import Counted, ServerProgress
@@ -159,13 +159,13 @@ class MlflowRun:
         sent: files that have arrived, with their digests. keep: called with the name and the digest of each that does.
         """
         _refuse_links(artifacts)
-        tags = {"ended": end.reason, "kept_round": str(end.kept or "")}
+        tags = {name: str(remark) for name, remark in end.remarks.items()}
         if self._is_comparison:
             tags |= self._description(end.summary.metrics, artifacts)
-        self.log([end.summary], {name: text for name, text in tags.items() if text})
+        self.log([end.summary], tags)
         files = {path.relative_to(artifacts).as_posix(): path for path in sorted(artifacts.rglob("*"))}
         for name, path in files.items():
-            if path.is_file() and (digest := _digest(path)) != sent.get(name):
+            if path.is_file() and (digest := sha256(path)) != sent.get(name):
                 self._send(path, name.rpartition("/")[0] or None)
                 keep(name, digest)
         self._client.set_terminated(self.run_id, end.status, end.time_ms)
@@ -273,11 +273,6 @@ class MlflowRun:
 def page_of(experiment_id: str, run_id: str) -> str:
     """The URL of a run, relative to the server's, in MLflow's interface for models, not for language models."""
     return f"#/experiments/{experiment_id}/runs/{run_id}?workflowType=machine_learning"
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _refuse_links(folder: Path) -> None:

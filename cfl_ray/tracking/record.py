@@ -275,6 +275,11 @@ class RunEnd:
     reason: str = ""  # why the method ended before its last round; empty: it did not, or its records say it
     kept: Count = 0  # the round whose models are kept; 0: the last
 
+    @property
+    def remarks(self) -> dict[str, str | int]:
+        """Why the method ended before its last round, and the round whose models are kept, as far as they apply."""
+        return {name: value for name, value in (("ended", self.reason), ("kept_round", self.kept)) if value}
+
 
 OFF = {"null", "false", "[]", "{}", "None", "False", "()"}  # values of keys and options that do nothing
 NEUTRAL = {"0.0", "none", "constant", "always", "last", "random"}  # likewise, of a key whose default they are

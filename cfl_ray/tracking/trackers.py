@@ -21,11 +21,6 @@ from cfl_ray.tracking.record import ROUND_METRICS, RoundRecord, RunEnd, RunInfo
 _WANDB_BYTES = 65536  # more than W&B writes at a time
 
 
-def _texts_of(end: RunEnd) -> dict[str, str | int]:
-    """Why `stopping` ended the run, and the round whose models are kept, as far as they apply."""
-    return {name: value for name, value in (("ended", end.reason), ("kept_round", end.kept)) if value}
-
-
 class Wandb:
     """Runs of Weights & Biases, offline by default (`mode`); `wandb sync` uploads them."""
 
@@ -63,7 +58,7 @@ class Wandb:
             return
         if end is not None:
             self._check_disk()
-            self.run.summary.update(dict(end.summary.metrics) | _texts_of(end))
+            self.run.summary.update(dict(end.summary.metrics) | end.remarks)
         self.run.finish(exit_code=0 if end is not None and end.status == "FINISHED" else 1)
 
     def _check_disk(self) -> None:
@@ -95,7 +90,7 @@ class Tensorboard:
 
     def log(self, record: RoundRecord) -> None:
         if self.writer is None:  # made for the first record, since the parent of a comparison has no records
-            _hide_tracebacks_of("tensorboard")
+            _hide_tracebacks_of_tensorboard()
             # for a resumed run, TensorBoard drops the events after the last delivered round
             self.writer = self.make(str(self.path), purge_step=self.after + 1 if self.after else None)
         self._add(record)
@@ -106,7 +101,7 @@ class Tensorboard:
             return
         if end is not None:
             self._add(end.summary)
-            for name, text in _texts_of(end).items():
+            for name, text in end.remarks.items():
                 self.writer.add_text(name, str(text), end.summary.round, walltime=end.summary.time_ms / 1000)
         self.writer.close()
 
@@ -115,17 +110,17 @@ class Tensorboard:
             self.writer.add_scalar(name, value, record.round, walltime=record.time_ms / 1000)
 
 
-def _hide_tracebacks_of(package: str) -> None:
-    """From now on, errors that end threads of a package, which reports them to the caller too, are not printed."""
+def _hide_tracebacks_of_tensorboard() -> None:
+    """From now on, errors that end TensorBoard's threads, which it reports to the caller too, are not printed."""
     shown = threading.excepthook
-    if package in getattr(shown, "hidden", ()):
+    if getattr(shown, "hides_tensorboard", False):
         return
 
     def show(error: threading.ExceptHookArgs) -> None:
-        if type(error.thread).__module__.partition(".")[0] != package:
+        if type(error.thread).__module__.partition(".")[0] != "tensorboard":
             shown(error)
 
-    show.hidden = {package}  # type: ignore[attr-defined]
+    show.hides_tensorboard = True  # type: ignore[attr-defined]
     threading.excepthook = show
 
 

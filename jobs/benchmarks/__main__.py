@@ -22,6 +22,7 @@ from importlib import import_module
 from pathlib import Path
 
 from benchmarks.workloads import WORKLOADS
+from cfl_ray.methods import REGISTRY
 
 # The module and the options of each. Modules are imported when they run: processes whose memory is measured import this
 # file too.
@@ -34,7 +35,7 @@ BENCHMARKS = {
     "modules": ("modules", ["rounds", "venvs", "output"]),
     "engines": ("engines", []),
     "mixtures": ("mixtures", ["rounds"]),
-    "methods": ("methods", ["rounds", "output"]),
+    "methods": ("methods", ["rounds", "output", "methods"]),
     "clustering": ("clustering", []),
 }
 
@@ -48,6 +49,7 @@ def main() -> None:
     parser.add_argument("--cohort", type=int, default=200, help="of states (default: 200)")
     parser.add_argument("--venvs", type=Path, help="of modules: folder of the virtual environments of other systems")
     parser.add_argument("--output", type=Path, help="of modules and methods: the page whose tables are written")
+    parser.add_argument("--methods", nargs="+", choices=REGISTRY, metavar="METHOD", help="of methods: these alone")
     given = parser.parse_args()
     given.venvs = given.venvs and given.venvs.expanduser().absolute()
     if unknown := set(given.workloads) - set(WORKLOADS):

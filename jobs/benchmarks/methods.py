@@ -7,12 +7,13 @@ keep. Both figures are of rounds after the first ones, in which some methods com
 they are printed as multiples of FedAvg's.
 
     python -m jobs.benchmarks methods --rounds 2 --output docs/performance.md    # writes the table, row by row
+    python -m jobs.benchmarks methods --methods moon fedproto                    # these alone
 """
 
 import datetime
 import os
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from itertools import islice
@@ -104,10 +105,10 @@ def seconds(name: str, rounds: int, of_fedavg: Iterator[RoundRecord]) -> tuple[f
     return other / least, not any(record.fallbacks for record in records)
 
 
-def methods(rounds: int, output: Path | None = None) -> None:
-    """Prints passes, seconds and their ratio for every method; a ratio above `MOST` is marked.
+def methods(rounds: int, output: Path | None = None, names: Sequence[str] | None = None) -> None:
+    """Prints passes, seconds and their ratio for methods; a ratio above `MOST` is marked.
 
-    output: a page, whose table is written after every method.
+    output: a page, whose table is written after every method. names: of the methods; None: all.
     """
     title = f"{WORK.description}; FedAvg is 1. {machine()}; PyTorch {torch.__version__}; {datetime.date.today()}; "
     lines = [
@@ -120,7 +121,7 @@ def methods(rounds: int, output: Path | None = None) -> None:
     with one_thread(), rounds_of("fedavg", "manual") as session:
         of_fedavg, step = passes("fedavg", rounds), session.rounds("fedavg", lambda text: None)
         list(islice(step, 2))
-        for name in REGISTRY:
+        for name in names or REGISTRY:
             needed, (taken, is_manual) = passes(name, rounds) / of_fedavg, seconds(name, rounds, step)
             marks = ["above"] * (needed > 0 and taken / needed > MOST) + ["in `sequential`"] * (not is_manual)
             lines.append(f"| {name} | {needed:.2f} | {taken:.2f} | {taken / needed:.2f} | {', '.join(marks)} |")

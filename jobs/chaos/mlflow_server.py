@@ -44,7 +44,8 @@ class MlflowServer:
         }
         self._command = [sys.executable, "-m", "mlflow", "server", *(word for pair in options.items() for word in pair)]
         self._log = database.with_suffix(".log")
-        self._environment = {**os.environ, **(variables or {})}
+        # without it, a server starts eight processes for jobs of its own, which take more CPU than the server
+        self._environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", **(variables or {})}
         if login:
             self._command += ["--app-name", "basic-auth"]
             settings = database.with_suffix(".ini")

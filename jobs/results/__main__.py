@@ -78,7 +78,7 @@ def collect(folder: Path, recipe: Path | None, name: str | None = None) -> Path:
         experiment = load(RunDirectory(run).config)
         expected = planned.get((setting, method, seed))
         changed = differences(experiment.to_dict(), expected.to_dict()) if expected else "not in the recipe"
-        info = read_info(next(path.parent for path in sorted(run.glob(f"*/{RunDirectory.info.name}"))))
+        info = read_info(RunDirectory(run).of_methods(RunDirectory.info)[0].parent)
         kept = {name: values[name] for name in _KEPT if name in values} | _by_round(run)
         rounds = {
             "rounds": experiment.rounds,

@@ -23,7 +23,8 @@ from cfl_ray.errors import UserError
 from cfl_ray.methods import REGISTRY
 from cfl_ray.report.drawing import p_in_words
 from cfl_ray.report.ranks import Ranks, ranks_of
-from cfl_ray.results.comparison import ClientScores, collected, tests_of
+from cfl_ray.results.client_scores import ClientScores
+from cfl_ray.results.comparison import collected, tests_of
 from cfl_ray.results.significance import FEWEST_PAIRS, LEVEL, holm
 from cfl_ray.run_directory import RunDirectory
 from jobs.official.page import table as markdown

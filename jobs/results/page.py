@@ -43,9 +43,12 @@ FIGURE = "images/results.svg"  # below docs
 OWN = {  # paper: its own methods
     "autocfl": ("autocfl",),
     "cam": ("ifca_cam", "fesem_cam"),
+    "clove": ("clove",),
     "fedac": ("fedac",),
     "fedclust": ("fedclust",),
     "fedem": ("fedem",),
+    "moon": ("moon",),
+    "scaffold": ("scaffold",),
     "stocfl": ("stocfl", "stocfl_chain"),
 }
 TITLES = {"fedclust": "FedClust", "fedac": "FedAC", "stocfl": "StoCFL", "autocfl": "AutoCFL", "cam": "CAM"}
@@ -62,7 +65,17 @@ _VALUES: tuple[Callable[[Compared], float], ...] = (  # published, here, here by
     lambda cell: cell.here or 0.0,
     lambda cell: float(cell.runs["accuracy"].mean()) * 100,
 )
-_COLOURS = dict(zip(OWN, ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#8c564b", "#e69f00"), strict=True))
+_COLOURS = {
+    "autocfl": "#1f77b4",
+    "cam": "#d62728",
+    "clove": "#17becf",
+    "fedac": "#2ca02c",
+    "fedclust": "#9467bd",
+    "fedem": "#8c564b",
+    "moon": "#7f7f7f",
+    "scaffold": "#bcbd22",
+    "stocfl": "#e69f00",
+}
 _LINES = ((0, 0, 100, 100, ""), (2, 0, 100, 98, "3"), (0, 2, 98, 100, "3"), (0, 0, 100, 0, ""), (0, 0, 0, 100, ""))
 _Pair = tuple[Compared, list[Compared]]  # a cell of a paper's own method and those of its rivals
 _ENDS = ("accuracy_low", "accuracy_high")  # least and greatest of the last quarter of the rounds
@@ -191,11 +204,15 @@ def _range(runs: pd.DataFrame) -> str:
     return "-" if math.isnan(low) else f"{low * 100:.1f} to {high * 100:.1f}"
 
 
+def _header_of(recipe: Path) -> list[str]:
+    """The lines of a recipe's header."""
+    return [line.removeprefix("#").strip() for line in recipe.read_text().splitlines() if line.startswith("#")]
+
+
 def _from_header(recipe: Path, word: str) -> str:
     """The paragraphs of a recipe's header that begin with `word:`."""
-    header = [line.removeprefix("#").strip() for line in recipe.read_text().splitlines() if line.startswith("#")]
     found, inside = [], False
-    for line in header:
+    for line in _header_of(recipe):
         inside = line.startswith(f"{word}:") or (inside and not line.startswith(("Expected:", "Assumed:", "Cost")))
         if inside and line:
             found.append(line.removeprefix(f"{word}:").strip())
@@ -292,8 +309,7 @@ def read_costs() -> pd.DataFrame:
 
 def _cost(recipe: Path) -> str:
     """The cost of one run, from the end of a recipe's header: `Cost of one run on one CPU core: 20 minutes.`"""
-    header = [line.removeprefix("#").strip() for line in recipe.read_text().splitlines() if line.startswith("#")]
-    text = " ".join(header).partition(" Cost")[2]
+    text = " ".join(_header_of(recipe)).partition(" Cost")[2]
     return text.partition(": ")[2].removesuffix(".")
 
 
@@ -462,10 +478,12 @@ def scatter(cells: list[Compared]) -> str:
         parts.append(f'<text x="{x(0) - 6}" y="{y(tick) + 4}" text-anchor="end">{tick}</text>')
     parts.append(f'<text x="{x(50)}" y="{y(0) + 32}" text-anchor="middle">published accuracy, F1 (%)</text>')
     parts.append(f'<text transform="translate(12 {y(50)}) rotate(-90)" text-anchor="middle">here (%)</text>')
-    for place, (paper, colour) in enumerate(_COLOURS.items()):
+    shown = [cell for cell in cells if cell.is_run and cell.number.unit == "percent" and cell.here is not None]
+    for place, paper in enumerate(dict.fromkeys(cell.paper for cell in shown)):
+        colour = _COLOURS[paper]
         parts.append(f'<text x="{x(3)}" y="{y(96) + 16 * place}" fill="{colour}">{paper}</text>')
-        for cell in cells:
-            if cell.paper == paper and cell.is_run and cell.number.unit == "percent" and cell.here is not None:
+        for cell in shown:
+            if cell.paper == paper:
                 fill = colour if cell.is_unchanged else "none"
                 at = f'cx="{x(cell.number.mean):.1f}" cy="{y(cell.here):.1f}"'
                 parts.append(f'<circle {at} r="3.5" fill="{fill}" stroke="{colour}"/>')

@@ -32,7 +32,7 @@ def test_as_defined(clients):
     record_signatures(clients, ids, signature_SF)
     record_similarity(clients, ids, signature_SF)
     record_distance(clients, ids, signature_SF)
-    record_centre_distances(clients, ids, signature_SF, centre_KF, "l2")
+    record_centre_distances(clients, ids, signature_SF, centre_KF)
     found = {name: clients.stats.diagnostics.array(name) for name in clients.stats.diagnostics.names}
     assert all(one.labels[0].tolist() == [4, 0, 9] for one in found.values())
     expected = 1 - squareform(pdist(signature_SF.double(), "cosine"))

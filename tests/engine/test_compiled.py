@@ -31,7 +31,7 @@ from cfl_ray.core.params import Columns
 from cfl_ray.core.schedules import resolve_schedule
 from cfl_ray.core.tasks import TASKS
 from cfl_ray.engine import compiled
-from cfl_ray.engine.choice import Compiling, choice_of, facts_of, median_task
+from cfl_ray.engine.choice import Compiling, EngineChoice, choice_of, facts_of, median_task, with_last_batch
 from cfl_ray.engine.engines import Division
 from cfl_ray.engine.failure import may_be_machine
 from cfl_ray.errors import ConfigError, DataError
@@ -142,6 +142,23 @@ def test_short_steps_are_taken_five_at_a_time(monkeypatch):
     )  # less than those of the first layer, forward and backward
     rows(compiled, network, tasks_of(network, [14], SGD))
     assert runs[4:] == [4] * 8
+
+
+@pytest.mark.parametrize(
+    "factory, shape, local, sizes",
+    [
+        (Mixer, IMAGE, SGD, [4, 4, 2] * 2 + [4] * 6 + [4] * 2 + [4] * 2),
+        (Mixer, IMAGE, replace(SGD, clip_norm=0.1), [4, 4, 2] * 2 + [4] * 6 + [4] * 2 + [4] * 2),
+        (lambda: Attention(0.3), IMAGE, SGD, [4, 4] * 2 + [4] * 6 + [4] * 2),
+    ],
+    ids=["step", "gradient", "own draws"],
+)
+def test_last_batches_that_fit_have_a_second_program(factory, shape, local, sizes, monkeypatch):
+    monkeypatch.setattr(compiled, "_FEW_PRODUCTS", 0)
+    network, runs = Network(factory, shape), []
+    monkeypatch.setattr(Replayed, "run", lambda self, inputs: runs.append(len(inputs[1])) or self.recording.run(inputs))
+    assert_same(network, tasks_of(network, SIZES, local, last_batch=2), compiled)
+    assert runs == sizes, "a last batch of one sample is filled to two, one of three to four, or none of them is"
 
 
 def test_large_matrices_of_attention_are_left_to_pytorchs_kernel(monkeypatch):
@@ -294,8 +311,8 @@ def test_a_machine_without_the_program_trains_nothing(monkeypatch):
 # ---- the choice
 
 
-def _chosen(compiling, factory=Attention, shape=IMAGE):
-    network, federation = Network(factory, shape), uneven([40, 40], shape)
+def _chosen(compiling, factory=Attention, shape=IMAGE, sizes=(40, 40)):
+    network, federation = Network(factory, shape), uneven(sizes, shape)
     return choice_of(network, federation, LocalSGD(batch_size=4), Division(2), compiling)
 
 
@@ -334,6 +351,30 @@ def test_the_break_even_is_where_the_saved_time_equals_the_time_of_the_compiler(
     assert less.engine != "compiled" and more.engine == "compiled" and five > 4 * one
     times = f"compiling takes about {seconds:.0f} s of CPU, once for each machine, and saves {seconds:.0f} s in this"
     assert f"not compiled: {times}" in less.reason and more.reason.endswith(f"; {times} experiment")
+
+
+def test_a_second_program_is_made_if_the_experiment_saves_its_time(monkeypatch):
+    monkeypatch.setattr(compiled, "_FEW_PRODUCTS", 0)
+    network, federation = Network(Mixer, IMAGE), uneven([41, 42, 42, 43, 43, 43], IMAGE)
+    local = LocalSGD(batch_size=4, epochs=3)
+    task, configured = median_task(network, federation, local), EngineChoice("compiled", "compiled: as configured")
+    (operations,) = compiled.operations_of(network, task)
+    # two samples of a full batch are not computed for clients with last batches of one or two; one with three is saved
+    # for all clients, which is as much, and the first is taken
+    saved = 3 * (4 - 2) * 3 / 6 * compiled.products_by_sample(network, task) * 3e-5 / 1e6
+    seconds = 9 + 0.018 * operations
+    clients = int(seconds / saved)
+
+    def choice(*compiling):
+        return with_last_batch(configured, network, federation, local, Compiling(*compiling))
+
+    less, more = choice("auto", clients), choice("auto", clients + 1)
+    assert (less.last_batch, more.last_batch, choice("always", 1).last_batch) == (0, 2, 2)
+    assert more.reason.endswith(f"last batches of at most 2 takes {seconds:.0f} s and saves {seconds:.0f} s")
+    assert less.reason.endswith(f"last batches of at most 2 would take {seconds:.0f} s and save {seconds:.0f} s")
+    equal = uneven([40, 44], IMAGE)
+    assert with_last_batch(configured, network, equal, local, Compiling("always", 10**6)) == configured
+    assert _chosen(Compiling("always"), sizes=[42, 42]).last_batch == 2
 
 
 def test_never_to_compile_and_the_compiled_engine_exclude_each_other():

@@ -10,17 +10,19 @@ import torch
 from closeness import close
 from federations import Stage, uneven
 from torch import nn
-from torch.nn.functional import group_norm, max_pool2d
+from torch.nn.functional import cross_entropy, group_norm, max_pool2d
 from training_tasks import FLAT, assert_same, mlp, rows, tasks_of
 
 from cfl_ray.core.clients import ClientProgram
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.engine import manual, sequential
+from cfl_ray.engine.open_chunk import Trainer
+from cfl_ray.errors import RunError
 from cfl_ray.models import REGISTRY, recipe
 from cfl_ray.nn import operations
 from cfl_ray.nn.network import Network
 from cfl_ray.nn.operations import GroupNorm, MaxPool, PatchConvolution
-from cfl_ray.nn.passes import passes_of
+from cfl_ray.nn.passes import Passes, passes_of
 
 pytestmark = pytest.mark.cpu
 
@@ -120,6 +122,81 @@ class Around(ClientProgram):
         return g - (gradient(w + 0.1 * g, 0) - gradient(w - 0.1 * g, 0))
 
 
+@dataclass(frozen=True)
+class NearOther(ClientProgram):
+    """Half the loss, and the distances of features and outputs to those of a held model."""
+
+    def loss(self, batch, held):
+        other = batch.forward("other")
+        of_features_B = (batch.features - other.features).square().mean(1)
+        of_outputs_B = (batch.outputs - other.outputs).square().mean(1)
+        return 0.5 * batch.loss + held["weight"] * batch.mean(of_features_B + of_outputs_B)
+
+
+@dataclass(frozen=True)
+class FeaturesAlone(ClientProgram):
+    """The mean square of the features, times a number that depends on values."""
+
+    one_by_one: ClassVar = True
+
+    def loss(self, batch, held):
+        return batch.mean(batch.features.square().mean(1)) * (2 if batch.y.max() > 1 else 1)
+
+
+@dataclass(frozen=True)
+class NearMean(NearOther):
+    """The held model follows the trained one; each step counts the outputs at both rows that it takes gradients of."""
+
+    batches_per_step: ClassVar = 2
+    moves: ClassVar = ("other", "sums")
+
+    def step(self, gradient, w, held, number):
+        v = w - 0.05 * gradient(w, 0)
+        seen = gradient.forward(v, 1)
+        held["sums"].add_(seen.outputs.mean(-2) + gradient.forward("other", 0).outputs.mean(-2))
+        held["other"].lerp_(w, 0.5)
+        return gradient(v, 1) + 0.1 * gradient(w, 1)
+
+
+@dataclass(frozen=True)
+class Flat(ClientProgram):
+    """The loss, and the square of its gradient at the features: what comes after them is a part of the loss."""
+
+    def loss(self, batch, held):
+        (g_BF,) = torch.autograd.grad(batch.loss, batch.features, create_graph=True, materialize_grads=True)
+        return batch.loss + 100 * g_BF.square().sum()
+
+
+@dataclass(frozen=True)
+class InPlace(ClientProgram):
+    """Twice the outputs, in their memory."""
+
+    def loss(self, batch, held):
+        return cross_entropy(batch.outputs.mul_(2), batch.y)
+
+
+@dataclass(frozen=True)
+class Constant(ClientProgram):
+    def loss(self, batch, held):
+        return batch.loss.detach()
+
+
+def single_layer():
+    """Its features are the samples."""
+    return nn.Sequential(nn.Linear(6, 3))
+
+
+class SimilarToRows(nn.Module):
+    """Its last layer is called on parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.rows, self.last = nn.Linear(6, 4), nn.Parameter(torch.ones(3, 5)), nn.Linear(5, 4)
+
+    def forward(self, x):
+        return self.first(x) @ self.last(self.rows).T
+
+
 @pytest.mark.parametrize("factory, shape", NETWORKS.values(), ids=NETWORKS)
 def test_is_sequential_for_all_layers(factory, shape):
     network = Network(factory, shape)
@@ -161,6 +238,80 @@ class TestIsSequentialFor:
         assert_same(network, tasks_of(network, [10], local, velocity=velocity), manual)
         assert_same(network, tasks_of(network, [10], local), manual)
         assert torch.equal(velocity, before), "the stored buffer is not changed in place"
+
+
+class TestOwnLosses:
+    """They are differentiated at features and outputs; the written-out passes go on from there."""
+
+    def held(self, network, **others):
+        return {"models": {"other": network.new_model(7, 0)}, "numbers": {"weight": torch.tensor(0.3)} | others}
+
+    @pytest.mark.parametrize(
+        "factory, shape, program",
+        [
+            (small_cnn, IMAGE, NearOther()),
+            (dropouts, COLOUR, NearOther()),
+            (dropouts, COLOUR, FeaturesAlone()),
+            (wide, COLOUR, NearOther()),
+            (single_layer, FLAT, NearOther()),
+        ],
+    )
+    def test_are_those_of_sequential(self, factory, shape, program):
+        network = Network(factory, shape)
+        weight_n, frozen_P = torch.linspace(0.5, 1.5, 10), network.new_model(8, 0)
+        fields = self.held(network) | {"program": program, "frozen_P": frozen_P, "weight_n": weight_n}
+        tasks = tasks_of(network, [10, 10], LOCALS["mini-batches, the last one partial"], **fields)
+        assert_same(network, tasks, manual)
+
+    @pytest.mark.parametrize("steps", [1, 6])
+    def test_held_models_pass_samples_once(self, steps, monkeypatch):
+        """In batches of 4, unless the steps use fewer samples than the client's 10."""
+        network, passed = Network(mlp, FLAT), []
+        evaluated = network.evaluated
+        monkeypatch.setattr(network, "evaluated", lambda row_P, x: passed.append(len(x)) or evaluated(row_P, x))
+        local = LocalSGD(steps=steps, batch_size=4, lr=0.1)
+        list(manual.train(network, tasks_of(network, [10], local, program=NearOther(), **self.held(network))))
+        assert passed == ([10] if steps == 6 else [4])
+
+    @pytest.mark.parametrize("factory, shape", [(small_cnn, IMAGE), (dropouts, COLOUR)])
+    def test_with_steps_that_move_a_model(self, factory, shape):
+        network = Network(factory, shape)
+        fields = self.held(network, sums=torch.zeros(3))
+        tasks = tasks_of(network, [10, 3], LOCALS["mini-batches, the last one partial"], program=NearMean(), **fields)
+        assert_same(network, tasks, manual)
+        for one, other in zip(manual.train(network, tasks), sequential.train(network, tasks)):
+            assert all(close(one.moved[name], other.moved[name], 1e-5) for name in ("other", "sums"))
+
+    def test_a_pass_that_its_gradient_uses_is_made_once(self, monkeypatch):
+        """Two of the four passes of a step of `NearMean`: those at w on batch 0, at v, and at w on batch 1."""
+        network, passed = Network(mlp, FLAT), []
+        forward = Passes.forward
+        monkeypatch.setattr(Passes, "forward", lambda *given: passed.append(1) or forward(*given))
+        fields = self.held(network, sums=torch.zeros(3)) | {"program": NearMean()}
+        list(manual.train(network, tasks_of(network, [10], LocalSGD(steps=5, batch_size=4, lr=0.1), **fields)))
+        assert len(passed) == 5 * 3
+
+    @pytest.mark.parametrize("program", [Flat(), InPlace()], ids=lambda program: type(program).__name__)
+    def test_of_more_than_features_and_outputs_are_left_to_sequential(self, program):
+        network = Network(mlp, FLAT)
+        (task,) = tasks_of(network, [10], LOCALS["full batch"], program=program)
+        trainer = Trainer(network, "manual")
+        row_P = trainer(task).row_P.clone()
+        (reason,) = trainer.fallbacks
+        assert f"the loss of {type(program).__name__}" in reason
+        assert torch.equal(row_P, rows(sequential, network, [task])[0])
+
+    def test_that_fail_have_the_message_of_sequential(self):
+        network = Network(mlp, FLAT)
+        (task,) = tasks_of(network, [10], LOCALS["full batch"], program=Constant())
+        with pytest.raises(RunError, match="Constant.*: loss returned a constant, a number without a gradient"):
+            Trainer(network, "manual")(task)
+
+    def test_need_the_inputs_of_the_last_layer(self):
+        network = Network(SimilarToRows, FLAT)
+        plain, own = (tasks_of(network, [10], LocalSGD(), program=kind())[0] for kind in (ClientProgram, FeaturesAlone))
+        assert manual.why_not(network, [plain]) is None
+        assert "inputs of the last layer (last) are no activation" in manual.why_not(network, [own])
 
 
 class TestConvolution:

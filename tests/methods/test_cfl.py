@@ -268,8 +268,8 @@ class TestTree:
 
     def test_updates_descend_through_later_splits(self, tree):
         rows = torch.stack([E1 + 5 * E2, -E1 + E2, -E1 - E2])
-        assert tree.leaf_below(0, rows, "mean").tolist() == [0, 1, 2]
-        assert tree.leaf_below(1, rows, "mean").tolist() == [1, 1, 2]
+        assert tree.leaf_below(0, rows).tolist() == [0, 1, 2]
+        assert tree.leaf_below(1, rows).tolist() == [1, 1, 2]
 
     def test_comes_back_from_a_checkpoint(self, tree):
         tensors, scalars = tree.to_checkpoint()

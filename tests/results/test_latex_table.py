@@ -7,7 +7,8 @@ from scipy.stats import ttest_rel
 
 from cfl_ray.errors import ConfigError
 from cfl_ray.report.drawing import p_in_words
-from cfl_ray.results.comparison import ClientPairs, ClientScores, is_dense
+from cfl_ray.results.client_scores import ClientPairs, ClientScores
+from cfl_ray.results.comparison import is_dense
 from cfl_ray.results.latex_table import escaped, latex_table
 
 BEST, NEAR, FAR = [0.90, 0.94, 0.92], [0.89, 0.95, 0.90], [0.10, 0.13, 0.12]

@@ -18,8 +18,9 @@ from cfl_ray.lifecycle.driver import Watcher
 from cfl_ray.report import figures
 from cfl_ray.results import reporting
 from cfl_ray.results.arrow_log import DiagnosticsLog, read_diagnostics
-from cfl_ray.results.comparison import compare_runs, compare_with
+from cfl_ray.results.comparison import compare_runs
 from cfl_ray.results.published import load_published
+from cfl_ray.results.published_comparison import compare_with
 from cfl_ray.results.recorded_runs import find_runs
 from cfl_ray.results.reporting import report_of, write_report
 from cfl_ray.run_directory import RunDirectory

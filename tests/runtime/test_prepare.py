@@ -20,8 +20,11 @@ from cfl_ray.setup.prepare import prepare
 def test_the_engine_is_the_configured_one_or_that_of_the_run_or_that_of_the_rule(experiment):
     by_rule = EngineChoice("vectorised", "vectorised: by the rule")
     for wanted, kept, expected in (
-        ("manual", "span", EngineChoice("manual", "manual: as configured")),
-        ("auto", "manual", EngineChoice("manual", "manual: as at the start of the run")),
+        ("manual", EngineChoice("span", ""), EngineChoice("manual", "manual: as configured")),
+        ("auto", EngineChoice("manual", ""), EngineChoice("manual", "manual: as at the start of the run")),
+        ("auto", EngineChoice("compiled", "", 8), EngineChoice("compiled", "compiled: as at the start of the run", 8)),
+        ("compiled", EngineChoice("compiled", "", 8), EngineChoice("compiled", "compiled: as configured", 8)),
+        ("compiled", None, by_rule),
         ("auto", None, by_rule),
     ):
         assert engine_choice(prepare(experiment(runtime={"engine": wanted})), lambda: by_rule, kept) == expected

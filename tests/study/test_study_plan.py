@@ -3,10 +3,12 @@
 import pytest
 
 import cfl_ray
-from cfl_ray.config.study import Trial
+from cfl_ray.config.study import Study
+from cfl_ray.config.sweep import Trial
 from cfl_ray.errors import ConfigError
 from cfl_ray.methods import REGISTRY
 from cfl_ray.study import worker_pool
+from cfl_ray.study.status import PlannedRuns
 from cfl_ray.study.study_plan import Selection, plan
 
 
@@ -61,6 +63,14 @@ def test_selection(study):
 def test_all_methods_at_once(study):
     runs = plan(study(seeds=[0], experiment={"methods": ["all"]}))
     assert {run.method for run in runs} == REGISTRY.keys()
+
+
+@pytest.mark.parametrize("listed", [{}, {"methods": ["fedavg"]}, {"methods": [{"ifca": {"label": "two"}}, "fedavg"]}])
+def test_the_status_of_a_study_counts_the_runs_of_its_plan(listed):
+    """Also if the study lists no methods, so that the default of an experiment counts."""
+    made = Study(name="s", seeds=[0, 1], experiment=listed, settings={"a": {}, "b": {"methods": ["stocfl"]}})
+    runs, planned = plan(made), PlannedRuns(made)
+    assert planned.count == len(runs) and all(planned.has(run.setting, run.method, run.seed) for run in runs)
 
 
 def test_trials_are_settings(study):

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from cfl_ray.system.collection import paused_collection
+from cfl_ray.system.collection import paused_collection, uncollected
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -18,3 +18,14 @@ def test_it_is_as_before_afterwards_also_after_an_error(before):
         assert gc.isenabled() == before
     finally:
         (gc.enable if was else gc.disable)()
+
+
+def test_imports_are_not_collected_and_what_was_imported_is_skipped_later():
+    frozen = gc.get_freeze_count()
+    try:
+        with pytest.raises(ImportError), uncollected():
+            assert not gc.isenabled()
+            raise ImportError
+        assert gc.isenabled() and gc.get_freeze_count() > frozen
+    finally:
+        gc.unfreeze()

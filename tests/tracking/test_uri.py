@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from urllib.parse import quote
 
 from cfl_ray.config import Experiment, TrackingConfig
-from cfl_ray.errors.redaction import HIDDEN
-from cfl_ray.tracking import redact, resolve_uri
+from cfl_ray.errors.redaction import HIDDEN, redact
+from cfl_ray.tracking import resolve_uri
 from cfl_ray.tracking.mlflow import accepts_connection, with_credentials
 
 REDACTED = {

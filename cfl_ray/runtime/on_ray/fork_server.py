@@ -28,7 +28,7 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple, NoReturn
 
 from cfl_ray.runtime.on_ray import ray_internals
-from cfl_ray.system.imports import uncollected
+from cfl_ray.system.collection import uncollected
 from cfl_ray.system.variables import ONE_THREAD, environment
 
 SOCKET_VARIABLE = "CFL_RAY_FORK_SERVER"  # the environment variable with the path of the socket; also in fork_worker

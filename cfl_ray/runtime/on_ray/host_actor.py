@@ -15,8 +15,8 @@ import numpy as np
 import ray
 
 from cfl_ray.core.engine_names import SEQUENTIAL
+from cfl_ray.system.collection import uncollected
 from cfl_ray.system.cpu import instructions_environment
-from cfl_ray.system.imports import uncollected
 from cfl_ray.system.variables import ONE_THREAD, environment
 
 if TYPE_CHECKING:
@@ -62,7 +62,9 @@ class ClientHost:
 
     process: HostProcess | None = None
 
-    def start(self, packed: list[ray.ObjectRef[Any]], engine: str, pause: float = 0.0) -> dict[str, Any]:
+    def start(
+        self, packed: list[ray.ObjectRef[Any]], engine: str, last_batch: int = 0, pause: float = 0.0
+    ) -> dict[str, Any]:
         """Makes this host ready after a pause (seconds). Returns its node, process id and device.
 
         packed: references of the setup and, if it has changed since, of the federation. They are in a list, which Ray
@@ -73,7 +75,7 @@ class ClientHost:
         with uncollected():
             from cfl_ray.runtime.on_ray.host_process import HostProcess
 
-        self.process = HostProcess(packed, engine)
+        self.process = HostProcess(packed, engine, last_batch)
         return self.process.about()
 
     def _ready(self) -> HostProcess:
@@ -83,8 +85,9 @@ class ClientHost:
     def engine_by_rule(self) -> EngineChoice:
         return self._ready().engine_by_rule()
 
-    def set_engine(self, engine: str) -> None:
-        self._ready().worker.engine = engine
+    def set_engine(self, engine: str, last_batch: int) -> None:
+        worker = self._ready().worker
+        worker.engine, worker.last_batch = engine, last_batch
 
     def use(self, packed: list[ray.ObjectRef[Any]]) -> None:
         self._ready().use(packed)
@@ -129,10 +132,13 @@ def start_host(
     runtime: RuntimeConfig,
     setup_ref: ray.ObjectRef[Any],
     engine: str = SEQUENTIAL,
+    last_batch: int = 0,
     pause: float = 0.0,
     federation_ref: ray.ObjectRef[Any] | None = None,
 ) -> StartedHost:
-    """Starts a host wherever there is room, or as soon as there is. pause: see `ClientHost.start`.
+    """Starts a host wherever there is room, or as soon as there is. engine, last_batch: of `EngineChoice`.
+
+    pause: see `ClientHost.start`.
 
     For an actor that waits for room, the cluster's autoscaler adds machines, until the run ends. A call of
     `ray.autoscaler.sdk.request_resources` would stay after the run, and replace that of other runs on the cluster.
@@ -147,4 +153,4 @@ def start_host(
         enable_task_events=False,  # Ray's head would keep 3 kB for each of the last 100,000 calls
     ).remote()
     packed = [setup_ref] if federation_ref is None else [setup_ref, federation_ref]
-    return StartedHost(actor, actor.start.remote(packed, engine, pause), actor.placed.remote())
+    return StartedHost(actor, actor.start.remote(packed, engine, last_batch, pause), actor.placed.remote())

@@ -40,7 +40,7 @@ class HostProcess:
     failure: Exception | None = None  # why the present federation cannot be opened here
     chunks_done = 0  # chunks of the present call that are done; read by another thread
 
-    def __init__(self, packed: list[ray.ObjectRef[Any]], engine: str):
+    def __init__(self, packed: list[ray.ObjectRef[Any]], engine: str, last_batch: int = 0):
         torch.set_num_threads(1)
         keep_freed_memory()
         self.setup: Setup = fetch(packed[0])
@@ -50,7 +50,7 @@ class HostProcess:
         self.device = compute_device(self.setup.experiment, has_gpu=bool(ray.get_gpu_ids()))
         self.settings = ExitStack()  # until the process ends
         self.settings.enter_context(products_in(self.setup.experiment.runtime.precision))
-        self.worker = self.setup.worker(self.device, engine)
+        self.worker = self.setup.worker(self.device, engine, last_batch)
         self.sums = HostSums()
         self.fetching = ThreadPoolExecutor(1, "fetch")
         self.rows: dict[tuple[int, int], Tensor] = {}

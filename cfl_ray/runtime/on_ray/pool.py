@@ -68,7 +68,7 @@ class Pool:
 
     setup: Setup
     choice: EngineChoice | None = None
-    kept_engine: str | None = None  # engine of the run before it was interrupted
+    kept_choice: EngineChoice | None = None  # of the run before it was interrupted
     hosts: list[Host] = field(default_factory=list)
     exchanges: int = 0  # number of exchanges that have begun
     finished: int = 0  # number of exchanges that have ended
@@ -92,9 +92,9 @@ class Pool:
         self.setup_ref = setup_ref
         self.hosts = [self._host(number, host) for number, host in enumerate(started)]
         self.ready()
-        self.choice = engine_choice(self.setup, self._engine_by_rule, self.kept_engine)
+        self.choice = engine_choice(self.setup, self._engine_by_rule, self.kept_choice)
         for host in self.hosts:
-            host.actor.set_engine.remote(self.choice.engine)
+            host.actor.set_engine.remote(self.choice.engine, self.choice.last_batch)
 
     def use(self, federation: Federation) -> None:
         """Makes hosts use this federation from their next chunk on, including hosts that start later."""
@@ -125,8 +125,9 @@ class Pool:
                 self.lost(host, error)
 
     def _start_another(self, pause: float = 0.0) -> StartedHost:
-        engine = self.choice.engine if self.choice else SEQUENTIAL
-        return start_host(self.setup.experiment.runtime, self.setup_ref, engine, pause, self.federation_ref)
+        engine, last_batch = (self.choice.engine, self.choice.last_batch) if self.choice else (SEQUENTIAL, 0)
+        runtime = self.setup.experiment.runtime
+        return start_host(runtime, self.setup_ref, engine, last_batch, pause, self.federation_ref)
 
     # ---- starting hosts: a host gets no work before it is ready, since it may wait for room on the cluster forever
 

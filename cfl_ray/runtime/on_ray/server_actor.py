@@ -12,7 +12,7 @@ from ray.exceptions import RayError
 from cfl_ray.errors import NotReady, RunError, UserError, class_and_text, notes_of
 from cfl_ray.runtime.on_ray.host_actor import start_host
 from cfl_ray.runtime.on_ray.stall import Progress
-from cfl_ray.system.imports import uncollected
+from cfl_ray.system.collection import uncollected
 
 if TYPE_CHECKING:
     from cfl_ray.config import RuntimeConfig

@@ -59,8 +59,8 @@ class ServerProcess:
         self.rounds: Iterator[RoundRecord] = iter(())  # records of the loop
         self.replacing = threading.Lock()  # held while a loop is made, which reads all granted requests
         kept = read_environment(run_dir)
-        engine = kept.engine if kept else None
-        self.pool = Pool(self.setup, kept_engine=engine, had_hosts=fault is not None, stop_asked=self._stop_asked)
+        choice = kept.choice if kept else None
+        self.pool = Pool(self.setup, kept_choice=choice, had_hosts=fault is not None, stop_asked=self._stop_asked)
         self.network = self.setup.network()
 
     # ---- called by the driver
