@@ -161,7 +161,10 @@ def no_flush_to_the_disk():
 
 @pytest.fixture(scope="session", autouse=True)
 def one_mlflow_store(tmp_path_factory):
-    """MLflow takes seconds to create the tables of a store: the later ones are copies of the first."""
+    """MLflow takes seconds to create the tables of a store: the later ones are copies of the first.
+
+    Returns the function that creates them.
+    """
     from cfl_ray.tracking import mlflow
 
     create, first = mlflow._create_store, tmp_path_factory.mktemp("store") / "mlflow.db"
@@ -177,7 +180,7 @@ def one_mlflow_store(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mlflow, "_create_store", copy_or_create)
-        yield
+        yield create
 
 
 @pytest.fixture(scope="session", autouse=True)
