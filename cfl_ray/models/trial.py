@@ -70,6 +70,11 @@ def _check_parameters(recipe: ModelRecipe, module: nn.Module) -> None:
                 f"model {recipe.place}: the parameter {name} is {kind}, those that are trained must be float32; "
                 "runtime.precision sets what passes are computed in"
             )
+        if parameter._post_accumulate_grad_hooks:
+            raise ConfigError(
+                f"model {recipe.place}: the parameter {name} has a hook of register_post_accumulate_grad_hook, which "
+                "no engine calls, since gradients are not accumulated in parameters; use register_hook"
+            )
 
 
 def _check_forward(recipe: ModelRecipe, module: nn.Module) -> bool:
@@ -283,7 +288,9 @@ def _check_own_memory(recipe: ModelRecipe, first: nn.Module, other: nn.Module) -
     """Raises ConfigError if two modules of the factory share a trained parameter."""
     of_other = dict(other.named_parameters())
     for name, parameter in first.named_parameters():
-        if parameter.requires_grad and name in of_other and of_other[name].data_ptr() == parameter.data_ptr():
+        if not parameter.requires_grad or not parameter.numel():  # an empty tensor has no memory
+            continue
+        if name in of_other and of_other[name].data_ptr() == parameter.data_ptr():
             raise ConfigError(
                 f"model {recipe.place} returns a module with the same parameter {name} in every call, so that all "
                 "models would be one: build a new module in the factory, or return copy.deepcopy(module)"

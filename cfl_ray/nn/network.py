@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -82,10 +82,10 @@ def template_of(
 ) -> nn.Module | None:
     """The first module under `seed`, whose copies in `Network` share the memory of frozen parameters.
 
-    None if no parameter is frozen.
+    None if no parameter is frozen, or if a parameter has gradient hooks, which copies lose.
     """
     module = new_module(factory, seed, 0)
-    if all(parameter.requires_grad for parameter in module.parameters()):
+    if all(parameter.requires_grad for parameter in module.parameters()) or with_gradient_hooks(module):
         return None
     samples = _samples(_TRIAL_BATCHES[0], tuple(input_shape), dtype)
     if _suits_channels_last(module) and not inexact_functions(new_module(factory, seed, 0), samples):
@@ -94,6 +94,25 @@ def template_of(
                 parameter.data = _laid_out(parameter.data, channels_last=True)
     FrozenParameter.replace_in(module)
     return module
+
+
+def with_gradient_hooks(module: nn.Module) -> list[str]:
+    """Names of the parameters with hooks of `register_hook`, which change their gradients."""
+    return [name for name, parameter in module.named_parameters() if parameter._backward_hooks]
+
+
+def _tied(module: nn.Module) -> dict[str, str]:
+    """Further names of parameters and buffers that several modules have, or one by several names, with the first.
+
+    A module that has several names itself is listed by its first alone.
+    """
+    first, further = dict[int, str](), dict[str, str]()
+    for path, part in module.named_modules():
+        own = {"remove_duplicate": False, "recurse": False}
+        for name, tensor in [*part.named_parameters(path, **own), *part.named_buffers(path, **own)]:
+            if first.setdefault(id(tensor), name) != name:
+                further[name] = first[id(tensor)]
+    return further
 
 
 def _kind(tensor: Tensor) -> str:
@@ -156,6 +175,7 @@ class Network:
         self.dropout_calls: dict[str, AddressedDropout] = {}
         self.seed, self.template = seed, template
         self.module = self._new_module()
+        self.tied = _tied(self.module)
         self.spec = ParamSpec.of(self.module)
         row_P = self.spec.row_of(self.module)
         rest = {name: b.clone() for name, b in self.module.named_buffers() if name not in self.spec.names}
@@ -365,6 +385,8 @@ class Network:
         for name in self.spec.names[: self.spec.num_params]:
             if name in changed:
                 return f"its forward pass changes the parameter {name}"
+        if hooked := with_gradient_hooks(self.module):
+            return f"its parameter {hooked[0]} has a gradient hook"
         for name, _ in self.module.named_buffers():
             replaced = name in self._effects.replaced
             owner = owners[name.rpartition(".")[0]]
@@ -450,6 +472,7 @@ class Network:
         for path, module in self.module.named_modules():
             for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
                 full = f"{path}.{name}" if path else name
+                full = self.tied.get(full, full)
                 if full not in views:
                     continue
                 if isinstance(module, torch.jit.ScriptModule):  # its buffers cannot be replaced
@@ -539,8 +562,17 @@ class Network:
             masked = functional_dropout.Masked(list(self.dropout_calls.values()), masks)
             tensors = None if tensors is None else {k: v for k, v in tensors.items() if k not in names}
         with autocast(self.precision, self.device), masked, self.dense_gradients():
-            outputs = self.module(x) if tensors is None else functional_call(self.module, tensors, (x,))
+            outputs = self.module(x) if tensors is None else self._called(tensors, x)
         return outputs.float()
+
+    def _called(self, tensors: dict[str, Tensor], x: Tensor) -> Tensor:
+        """The module's answer with these tensors in place of those of these names.
+
+        Tied names are given here: `functional_call` gives a module of two names the tensors twice, and takes the first
+        ones for its own afterwards.
+        """
+        tied = {name: tensors[first] for name, first in self.tied.items() if first in tensors}
+        return cast(Tensor, functional_call(self.module, tensors | tied, (x,), tie_weights=False))
 
     @contextmanager
     def draws_from(self, seed: int) -> Iterator[None]:
@@ -593,7 +625,7 @@ class Network:
         self.module.eval()
         try:
             with self.kept_features() as features, self.without_cudnn(), autocast(self.precision, self.device):
-                outputs = functional_call(self.module, self.spec.tensors(row_P), (x,))
+                outputs = self._called(self.spec.tensors(row_P), x)
         finally:
             self.module.train(was_training)
         return features[-1].float(), outputs.float()

@@ -1,5 +1,7 @@
 """Modules as users bring them: compiled, scripted, traced, exported, with sparse gradients; all engines train them."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,14 +9,14 @@ from closeness import close
 from federations import uneven
 from torch import nn
 from torch.nn import functional as F
-from training_tasks import results, tasks_of
+from training_tasks import by_torch, results, rows, tasks_of
 
 from cfl_ray import Experiment, federation_from_arrays, simulate
 from cfl_ray.core.local_sgd import ExampleNoise, LocalSGD
-from cfl_ray.engine import manual, sequential, vectorised
+from cfl_ray.engine import compiled, manual, sequential, vectorised
 from cfl_ray.engine.failure import ClientFailure
 from cfl_ray.errors import ConfigError, RunError
-from cfl_ray.nn.network import Network
+from cfl_ray.nn.network import Network, template_of
 from cfl_ray.setup.prepare import prepare
 
 ENGINES = [sequential, manual, vectorised]
@@ -119,6 +121,81 @@ def test_runs_with_torchscript_give_its_models(model, method):
     module.load_state_dict(tensors, strict=True)
     x, _ = result.test(0)
     assert torch.equal(module(x), result.model(cluster=0)(x))
+
+
+# ---- modules and tensors that a network has at several places, and hooks of gradients
+
+
+def twice():
+    block = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh())
+    return nn.Sequential(block, block, nn.Linear(6, 3))
+
+
+def tied_statistics():
+    first, second = nn.BatchNorm1d(6), nn.BatchNorm1d(6)
+    second.running_mean, second.running_var, second.bias = first.running_mean, first.running_var, first.bias
+    return nn.Sequential(nn.Linear(6, 6), first, nn.Tanh(), nn.Linear(6, 6), second, nn.Linear(6, 3))
+
+
+def masked(frozen=False):
+    module = nn.Sequential(nn.Linear(6, 6).requires_grad_(not frozen), *plain())
+    module[1].weight.register_hook(lambda gradient: gradient * torch.arange(2, device=gradient.device).repeat(3))
+    return module
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("factory", [twice, tied_statistics])
+def test_modules_and_tensors_at_several_places_are_trained_as_in_pytorch(factory, engine):
+    network = Network(factory, (6,))
+    tasks, own = tasks_of(network, [8, 8, 8], LOCAL), dict(network.module.named_parameters())
+    for task, row_P in zip(tasks, rows(engine, network, tasks), strict=True):
+        assert close(row_P, by_torch(factory, network, task)[0], 1e-5)
+        features, outputs = network.evaluated(row_P, task.x)
+        assert close(outputs, network.logits_of(row_P, task.x), 1e-5) and features.shape == (8, 6)
+    assert all(parameter is own[name] for name, parameter in network.module.named_parameters())
+
+
+def test_hooks_of_gradients_act():
+    network = Network(masked, (6,))
+    for task, row_P in zip(tasks := tasks_of(network, [8, 8], LOCAL), rows(sequential, network, tasks), strict=True):
+        assert close(row_P, by_torch(masked, network, task)[0], 1e-5)
+    for engine in (manual, vectorised, compiled):
+        assert engine.why_not(network, tasks) == "its parameter 1.weight has a gradient hook"
+
+
+def test_hooks_of_gradients_act_beside_frozen_parameters():
+    """Copies of a module have no hooks, so processes do not copy a template."""
+
+    def factory():
+        return masked(frozen=True)
+
+    network = Network(factory, (6,), template=template_of(factory, 0, (6,)))
+    task = tasks_of(network, [8], replace(LOCAL, weight_decay=0))[0]
+    moved = network.spec.tensors(rows(sequential, network, [task])[0] - task.start_P)["1.weight"]
+    assert not moved[:, ::2].any() and moved[:, 1::2].any()
+
+
+def test_hooks_of_accumulated_gradients_are_refused():
+    def factory():
+        module = plain()
+        module[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+        return module
+
+    experiment = Experiment(data=uneven([8, 8]), rounds=1, methods=["fedavg"], model=factory)
+    with pytest.raises(
+        ConfigError, match="0.weight has a hook of register_post_accumulate_grad_hook.*; use register_hook"
+    ):
+        simulate(experiment)
+
+
+def test_a_parameter_without_numbers_is_no_shared_one():
+    class Empty(nn.Linear):
+        def __init__(self):
+            super().__init__(6, 3)
+            self.rest = nn.Parameter(torch.zeros(0))
+
+    experiment = Experiment(data=uneven([8, 8]), rounds=1, methods=["fedavg"], model=Empty, tracking={"enabled": False})
+    assert "rest" in simulate(experiment)["fedavg"].state_dict()
 
 
 # ---- sparse gradients

@@ -172,3 +172,17 @@ def test_a_saved_statistic_that_no_row_can_hold_is_an_error():
     values = merged(PLANTED, {"methods": ["fedavg"], "rounds": 1, "runtime": {"engine": "auto"}}) | {"model": Counted}
     with pytest.raises(ConfigError, match="change the model's buffer mean, of float64"):
         simulate(Experiment(**values))
+
+
+@pytest.mark.parametrize("method", [{"fedala": {"eta": 50}}, "fedbabu"])
+def test_models_of_attackers_are_prepared_with_the_labels_that_they_train_on(method):
+    """Models that are adapted before a test are adapted to the labels in reverse order."""
+    attack = {"kind": "label_flip", "clients": [0, 1]}
+    changes = {"attack": attack, "evaluation": {"verify": False, "local_samples": 10000}}
+    experiment = Experiment(**merged(PLANTED, {"methods": [method], "rounds": 2, **changes}))
+    (result,) = simulate(experiment).methods.values()
+    recorded = result.client_metrics().query("round == 2").set_index("client")
+    for client in range(3):
+        x, y = result.test(client)
+        loss = nn.functional.cross_entropy(result.personal_model(client)(x), y).item()
+        assert loss == pytest.approx(recorded["loss"][client], rel=1e-4)
