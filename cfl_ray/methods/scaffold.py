@@ -16,8 +16,9 @@ FedNova, the total weight of the gradients in y_i, so that c_i is a mean of grad
 gradient. Without momentum this is Algorithm 1. `correction: after_step` is that of NIID-Bench
 (Xtra-Computing, 61b901a): the step of SGD with momentum, then -eta (c - c_i), and K_i in option II. Its models are
 averaged by samples (`weights: samples`; c is not), and its variates cover the statistics of batch normalisation. N
-grows with the federation; what a client that left has added to c stays. In FL-bench (06e658b) c_i stays 0, so that c is
-added alone, and the fixed point is that of FedAvg.
+counts all clients of the federation, also those whose scheduled round to join is still to come, and those that left,
+whose part of c stays. In FL-bench (06e658b) c_i stays 0, so that c is added alone, and the fixed point is that of
+FedAvg.
 """
 
 from collections.abc import Mapping
