@@ -39,11 +39,12 @@ LONGEST_FIRST += ("methods", "tracking")
 SLOW_LONGEST_FIRST = (
     *("real/test_mlflow.py", "real/test_slurm.py", "cluster_configs/test_slurm.py"),
     *("runtime/on_ray/test_state_memory.py", "runtime/on_ray/test_head_dies.py", "jobs/test_network.py"),
-    *("study/test_processes.py", "real/test_raising.py", "jobs/test_hang.py", "runtime/on_ray/test_adapter_memory.py"),
+    *("study/test_processes.py", "jobs/test_hang.py", "runtime/on_ray/test_adapter_memory.py"),
     *("test_experiments.py", "engine/test_compiled.py", "runtime/on_ray/test_nodes.py"),
     *("runtime/on_ray/test_memory_monitor.py", "jobs/test_submit.py", "jobs/test_chaos.py"),
-    *("tracking/test_mlflow_tracker.py", "nn/test_packages.py", "runtime/on_ray/test_same_figures.py"),
-    *("runtime/on_ray/test_live_run.py", "jobs/test_soak.py", "test_docs.py", "test_examples.py"),
+    *("tracking/test_mlflow_tracker.py", "nn/test_packages.py", "runtime/on_ray/test_live_run.py"),
+    *("jobs/test_soak.py", "test_docs.py", "runtime/on_ray/test_same_figures.py", "real/test_raising.py"),
+    "test_examples.py",
 )
 ON_A_CLUSTER = "tests/runtime/on_ray/"
 

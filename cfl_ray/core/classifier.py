@@ -28,7 +28,7 @@ class Classifier:
         shape_of = dict(zip(spec.names, spec.shapes, strict=True))
         shape = shape_of.get(_tensor(layer, "weight"), ())
         if len(shape) != 2:
-            own = f"the shape of its weight is {shape}" if shape else "it has no weight"
+            own = f"the shape of its weight is {shape}" if shape else "it has no weight of its own"
             raise ValueError(f"the last layer {layer_name(layer)} must be linear, with a weight (C, F); {own}")
         if layer in spec.not_linear:
             raise ValueError(

@@ -101,7 +101,7 @@ class ParamSpec:
         names = tuple(name for name, _ in tensors)
         modules = dict(module.named_modules())
         batch_norms, other_norms = (
-            frozenset(name for name in names if _is_of(modules.get(name.rpartition(".")[0]), kinds))
+            frozenset(name for name in names if _is_of(modules.get(layer_of(name)), kinds))
             for kinds in (BATCH_NORMS, OTHER_NORMS)
         )
         shapes = tuple(shape for _, shape in tensors)
@@ -149,13 +149,13 @@ class ParamSpec:
 
     @cached_property
     def layers(self) -> tuple[str, ...]:
-        """Names of the modules that directly own trained parameters, in the order of the model."""
-        return tuple(dict.fromkeys(name.rpartition(".")[0] for name in self.names[: self.num_params]))
+        """Names of the modules that directly own trained parameters, in the order of the model (`layer_of`)."""
+        return tuple(dict.fromkeys(map(layer_of, self.names[: self.num_params])))
 
     def top(self, count: int) -> Columns:
         """Columns of the last `count` layers: their weights, biases and statistics, never those of frozen layers."""
         upper = set(self.layers[max(len(self.layers) - count, 0) :])
-        return self._ranges(lambda name: name.rpartition(".")[0] in upper)
+        return self._ranges(lambda name: layer_of(name) in upper)
 
     def bottom(self, count: int) -> Columns:
         """All columns except those of the last `count` layers."""
@@ -167,7 +167,7 @@ class ParamSpec:
             raise ValueError(f"the model has layers 1 .. {len(self.layers)}, got {number}")
         if number == len(self.layers):
             return self.head
-        return self._ranges(lambda name: name.rpartition(".")[0] == self.layers[number - 1])
+        return self._ranges(lambda name: layer_of(name) == self.layers[number - 1])
 
     @cached_property
     def head(self) -> Columns:
@@ -197,8 +197,8 @@ class ParamSpec:
     def linear(self) -> Columns:
         """The fully connected layers, weights and biases; all trained columns if the model has no such layer."""
         trained = zip(self.names[: self.num_params], self.shapes[: self.num_params], strict=True)
-        modules = {name.rpartition(".")[0] for name, shape in trained if len(shape) == 2}
-        return self._ranges(lambda name: name.rpartition(".")[0] in modules) if modules else self.trainable
+        modules = {layer_of(name) for name, shape in trained if len(shape) == 2}
+        return self._ranges(lambda name: layer_of(name) in modules) if modules else self.trainable
 
     def _ranges(self, wanted: Callable[[str], bool]) -> Columns:
         """Columns of the tensors with a wanted name; neighbouring ranges are joined."""
@@ -240,6 +240,12 @@ def _is_of(module: nn.Module | None, kinds: tuple[type[nn.Module], ...]) -> bool
     """Whether a module is of one of these types, also as TorchScript."""
     script = module.original_name if isinstance(module, torch.jit.ScriptModule) else ""
     return isinstance(module, kinds) or script in {kind.__name__ for kind in kinds}
+
+
+def layer_of(name: str) -> str:
+    """The name of the module that owns a tensor: of `2.parametrizations.weight.original0`, as weight_norm has it, 2."""
+    path, parametrised, _ = f".{name}".partition(".parametrizations.")
+    return path[1:] if parametrised else name.rpartition(".")[0]
 
 
 def layer_name(layer: str) -> str:

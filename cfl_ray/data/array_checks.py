@@ -100,7 +100,25 @@ def _labels(name: str, values: Array) -> np.ndarray:
     return y.astype(np.int64, copy=False)
 
 
+def _missing(y_n: np.ndarray) -> np.ndarray:
+    """Whether each label is none: NaN or infinity; among objects, also None, and NA and NaT of pandas."""
+    if y_n.dtype.kind == "f":
+        return ~np.isfinite(y_n)
+    if y_n.dtype.kind == "O":
+        return np.array([not isinstance(y, str) and f"{y}" in ("None", "nan", "<NA>", "NaT") for y in y_n], bool)
+    return np.zeros(len(y_n), bool)
+
+
+def _first(rows: np.ndarray) -> int | None:
+    """The first row that is true."""
+    return int(rows.argmax()) if rows.any() else None
+
+
 def _remedy_of_labels(name: str, y: np.ndarray) -> str:
+    if y.ndim == 1 and (row := _first(_missing(y))) is not None:
+        return f"it is {y[row]} in row {row}: leave samples without a label out"
+    if y.dtype.kind == "f" and y.ndim == 1 and (row := _first(y != np.floor(y))) is not None:
+        return f"it is {y[row]} in row {row}: set task: regression to learn numbers"
     if y.dtype.kind in "USO" and y.ndim == 1:
         return "numpy.unique(..., return_inverse=True)[1] numbers words"
     if y.ndim == 2 and y.shape[1] == 1:

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
+from cfl_ray.core.params import layer_of
+
 
 class LayerOrder:
     """Context of forward passes that notes the calls of modules that own trained parameters, but contain no others.
@@ -20,11 +22,13 @@ class LayerOrder:
     """
 
     def __init__(self, module: nn.Module):
+        trained = [name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad]
+        owners = set(map(layer_of, trained))
         self.layers = {
             name: part
             for name, part in module.named_modules()
-            if any(p.requires_grad for p in part.parameters(recurse=False))
-            and not any(p.requires_grad for child in part.children() for p in child.parameters())
+            if name in owners
+            and not any(other.startswith(f"{name}." if name else "") for other in owners - {name})
             and not isinstance(part, torch.jit.ScriptModule)  # refuses hooks: its calls are not seen
         }
         self.called: list[str] = []

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 from cfl_ray.core.classifier import Classifier
 from cfl_ray.nn.network import Network
@@ -65,10 +66,29 @@ def test_statistics_that_training_does_not_change_are_not_sent():
         (nn.Sequential(nn.Linear(16, 5), nn.Linear(5, 3)), 2, 16 * 5 + 5 + 5 * 3 + 3),
         (nn.Linear(16, 3, bias=False), 1, 48),
         (nn.Sequential(nn.Linear(16, 3), nn.BatchNorm1d(3)), 1, 6 + 6),  # with its own statistics
+        (parametrizations.weight_norm(nn.Linear(16, 3)), 1, 3 + 3 + 16 * 3),  # bias, lengths, directions
+        (parametrizations.spectral_norm(nn.Linear(16, 3)), 1, 3 + 16 * 3 + 3 + 16),  # with its two vectors
+        (
+            nn.Sequential(parametrizations.orthogonal(nn.Linear(16, 5)), nn.Linear(5, 3)),
+            2,
+            5 + 16 * 5 + 16 * 16 + 5 * 3 + 3,
+        ),
     ],
 )
 def test_heads(head, count, columns):
     assert network_of(head=head).spec.top(count).count == columns
+
+
+def test_a_parametrised_layer_is_one_layer():
+    """Its bias and the parameters from which its weight is computed; its inputs are the features of the model."""
+    network = network_of(head=parametrizations.weight_norm(nn.Linear(16, 2)))
+    assert network.spec.layers == ("body.0", "body.1", "head") and network.last_layer == "head"
+    assert network.spec.linear == network.spec.head
+    row_P, x = network.new_model(0, 0), torch.rand(2, 1, 4, 4)
+    features, outputs = network.evaluated(row_P, x)
+    assert features.shape == (2, 16) and torch.equal(outputs, network.logits_of(row_P, x))
+    with pytest.raises(ValueError, match="the last layer 'head' must be linear.* it has no weight of its own"):
+        Classifier.of(network.spec)
 
 
 def test_the_layer_that_is_called_last():
