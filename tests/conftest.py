@@ -35,12 +35,28 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 # Folders of tests that take longest a file; xdist hands out files in this order, so that the workers end together.
 LONGEST_FIRST = ("real", "checkpoint", "tests", "jobs", "on_ray", "study", "runtime", "results", "benchmarks", "cli")
 LONGEST_FIRST += ("methods", "tracking")
+# With `-m slow`: files that take 40 seconds or more by themselves, waiting or computing; the rest fills what is left.
+SLOW_LONGEST_FIRST = (
+    *("real/test_mlflow.py", "real/test_slurm.py", "cluster_configs/test_slurm.py"),
+    *("runtime/on_ray/test_state_memory.py", "runtime/on_ray/test_head_dies.py", "jobs/test_network.py"),
+    *("study/test_processes.py", "jobs/test_hang.py", "runtime/on_ray/test_adapter_memory.py"),
+    *("test_experiments.py", "engine/test_compiled.py", "runtime/on_ray/test_nodes.py"),
+    *("runtime/on_ray/test_memory_monitor.py", "jobs/test_submit.py", "jobs/test_chaos.py"),
+    *("tracking/test_mlflow_tracker.py", "nn/test_packages.py", "runtime/on_ray/test_live_run.py"),
+    *("jobs/test_soak.py", "test_docs.py", "runtime/on_ray/test_same_figures.py", "real/test_raising.py"),
+    "test_examples.py",
+)
 ON_A_CLUSTER = "tests/runtime/on_ray/"
 
 
 def pytest_collection_modifyitems(config, items):
-    place = {folder: at for at, folder in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: place.get(item.path.parent.name, len(place)))
+    is_slow = config.option.markexpr == "slow"
+    place = {name: at for at, name in enumerate(SLOW_LONGEST_FIRST if is_slow else LONGEST_FIRST)}
+
+    def name_of(path):
+        return os.path.relpath(path, Path(__file__).parent) if is_slow else path.parent.name
+
+    items.sort(key=lambda item: place.get(name_of(item.path), len(place)))
     for item in items if config.getoption("--device") == "cuda" else []:
         if item.get_closest_marker("cpu"):
             item.add_marker(pytest.mark.skip(reason="about what happens on a CPU"))
@@ -146,7 +162,10 @@ def no_flush_to_the_disk():
 
 @pytest.fixture(scope="session", autouse=True)
 def one_mlflow_store(tmp_path_factory):
-    """MLflow takes seconds to create the tables of a store: the later ones are copies of the first."""
+    """MLflow takes seconds to create the tables of a store: the later ones are copies of the first.
+
+    Returns the function that creates them.
+    """
     from cfl_ray.tracking import mlflow
 
     create, first = mlflow._create_store, tmp_path_factory.mktemp("store") / "mlflow.db"
@@ -162,7 +181,7 @@ def one_mlflow_store(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mlflow, "_create_store", copy_or_create)
-        yield
+        yield create
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -12,7 +12,7 @@ import textwrap
 import threading
 import tomllib
 import venv
-from functools import partial
+from functools import cache, partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import distributions, version
 from math import isfinite
@@ -329,10 +329,13 @@ def test_classes_functions_and_fields_named_in_the_documentation_exist():
             if isinstance(node, ast.ClassDef):
                 classes.setdefault(node.name, []).append(node)
 
+    @cache
+    def words_of(owner: str) -> set[str]:
+        return {word for node in classes.get(owner, []) for word in re.findall(r"\w+", ast.unparse(node))}
+
     def has(owner: str, name: str) -> bool:
-        found = classes.get(owner, [])
-        bases = [re.split(r"[\[.]", ast.unparse(base))[0] for node in found for base in node.bases]
-        return any(re.search(rf"\b{name}\b", ast.unparse(node)) for node in found) or any(has(b, name) for b in bases)
+        bases = [re.split(r"[\[.]", ast.unparse(base))[0] for node in classes.get(owner, []) for base in node.bases]
+        return name in words_of(owner) or any(has(base, name) for base in bases)
 
     checked = 0
     for page in PAGES:

@@ -13,7 +13,8 @@ from typing import Any
 from rich.console import Console
 
 from cfl_ray import config
-from cfl_ray.cli.progress import Display, StudyDisplay
+from cfl_ray.cli.progress import Display
+from cfl_ray.cli.study_progress import StudyDisplay
 from cfl_ray.lifecycle import launch
 from cfl_ray.results.results import Results
 from cfl_ray.results.trust import load_record

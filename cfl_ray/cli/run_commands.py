@@ -197,7 +197,7 @@ def run_all(
     code: str | None = None,
 ) -> None:
     """Runs the selected runs (None: all) of a study, or lists them (dry_run)."""
-    from cfl_ray.cli.progress import StudyDisplay
+    from cfl_ray.cli.study_progress import StudyDisplay
     from cfl_ray.study.run import plan_study, run_study
     from cfl_ray.study.study_plan import ALL
 

@@ -32,7 +32,7 @@ def record_distance(clients: Clients, ids_S: np.ndarray, signature_SF: Tensor) -
 
 
 def record_centre_distances(clients: Clients, ids_M: np.ndarray, feature_MF: Tensor, centre_KF: Tensor) -> None:
-    """Reports `centre_distance` (clients, clusters): Euclidean, of the clients' features to the centres."""
+    """Reports `centre_distance` (clients, clusters): the l2 distances of the clients' features to the centres."""
     _record(clients, "centre_distance", ids_M, "clusters", lambda at: centre_distances(feature_MF[at], centre_KF, "l2"))
 
 

@@ -454,10 +454,10 @@ SOURCE_KINDS = Kinds[DataConfig](
         "sea": BuiltinKind(
             "points with a small or a large sum and 10 % noise, in four concepts", GeneratedConfig, "data.synthetic:SEA"
         ),
-        "arrays": BuiltinKind("an .npz file with x, y and clients", ArraysConfig, "data.from_config:of_arrays"),
+        "arrays": BuiltinKind("an .npz file with x, y and clients", ArraysConfig, "data.own_data:of_arrays"),
     },
     "cfl_ray.datasets",
     PluginDataConfig,
-    "data.from_config:load_function",
+    "data.own_data:load_function",
     key="source",
 )

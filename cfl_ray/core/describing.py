@@ -1,6 +1,6 @@
 """Functions that clients apply to their data: the data that they are given, and the check of their results."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,6 +33,11 @@ class ClientData(Protocol):
         """Gradient (trained columns,) of the mean loss over the training data at a model; without dropout.
 
         samples: the samples to use. columns: trained columns, whose gradient alone is computed and returned.
+        """
+
+    def batch_gradients(self, row_P: Tensor, size: int | None) -> Iterator[Tensor]:
+        """`gradient` of each `size` samples in order, the last of fewer; None: of all. The engine of the run computes
+        them, so that they equal those of `gradient` up to rounding.
         """
 
     def loss(self, row_P: Tensor, samples: slice = slice(None)) -> float:

@@ -351,7 +351,8 @@ class _Inputs:
         index_B, weight_B = samples
         program = several or self.programs.get(len(index_B))
         index = torch.from_numpy(index_B)
-        inputs = [row_P, self.of.task.x[index], self.of.task.y[index], weight_B, *others]
+        x, y = (part.index_select(0, index) for part in (self.of.task.x, self.of.task.y))  # faster than x[index]
+        inputs = [row_P, x, y, weight_B, *others]
         with self.of.draws(batch):
             if program is None:
                 return self.programs[self.full][0].function(*inputs)

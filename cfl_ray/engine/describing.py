@@ -17,6 +17,7 @@ from cfl_ray.core.rng import stream
 from cfl_ray.core.sketch import sketch
 from cfl_ray.core.work import Address, Describe, Losses
 from cfl_ray.engine.client_state import with_client_state
+from cfl_ray.engine.engines import ENGINES, SEQUENTIAL
 from cfl_ray.engine.failure import naming_client
 from cfl_ray.engine.open_chunk import Arrays, OpenChunk
 from cfl_ray.engine.task import TrainingResult, TrainingTask
@@ -69,7 +70,8 @@ def describe(chunk: OpenChunk[Describe]) -> Arrays:
         if samples is None:
             continue
         with naming_client(client, "describing itself"):
-            view = ClientView(client, *samples, chunk.network, work.address, work.local, chunk.train_one)
+            trainer = chunk.train_one
+            view = ClientView(client, *samples, chunk.network, work.address, work.local, trainer, engine=trainer.engine)
             anchor_P = None if work.anchor is None else chunk.model(work.anchor, index)
             if anchor_P is not None:
                 anchor_P = with_client_state(anchor_P, work.client_state, chunk.stored_value(index))
@@ -134,6 +136,7 @@ class ClientView:
     local: LocalSGD  # of the method in this round
     train_one: Callable[[TrainingTask], TrainingResult]
     steps: int = 0  # local steps, of a client program
+    engine: str = SEQUENTIAL  # which computes `batch_gradients`
 
     @property
     def spec(self) -> ParamSpec:
@@ -148,6 +151,13 @@ class ClientView:
         x, y = self.x[samples], self.y[samples]
         columns = columns or self.spec.trainable
         return self.network.memory.in_batches_of("gradient", batch, lambda batch: self._gradient(x, y, batch, columns))
+
+    def batch_gradients(self, row_P: Tensor, size: int | None) -> Iterator[Tensor]:
+        size, by_engine = size or len(self.y), ENGINES[self.engine].gradient
+        for first in range(0, len(self.y), size):
+            part = slice(first, first + size)
+            found = None if by_engine is None else by_engine(self.network, row_P, self.x[part], self.y[part])
+            yield self.gradient(row_P, samples=part) if found is None else found
 
     @torch.no_grad()
     def loss(self, row_P: Tensor, samples: slice = slice(None)) -> float:

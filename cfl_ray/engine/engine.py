@@ -48,6 +48,9 @@ class Engine:
     # trains clients without computing their models; yields the number of the first client of a batch, and the batch.
     # None: not supported
     train_sums: Callable[[Network, Iterable[TrainingTask]], Iterator[tuple[int, TrainedBatch]]] | None = None
+    # Gradient (trained columns,) of the mean loss of samples at a row, in evaluation mode; it returns None for one that
+    # PyTorch computes. None: PyTorch computes all
+    gradient: Callable[[Network, Tensor, Tensor, Tensor], Tensor | None] | None = None
     # Steps with which it is tried before it is chosen, because it may fail on operations of a network, such as those
     # that vmap does not support, or on a machine; 0: it does not fail
     tried_steps: int = 0

@@ -142,7 +142,14 @@ def view_of(chunk: OpenChunk[Train] | OpenChunk[Weigh], index: int, samples: Sam
     work = chunk.work
     steps = int(work.steps_M[index]) if isinstance(work, Train) else 0
     return ClientView(
-        chunk.client(index), *samples, chunk.network, work.address, work.local, chunk.train_one, steps=steps
+        chunk.client(index),
+        *samples,
+        chunk.network,
+        work.address,
+        work.local,
+        chunk.train_one,
+        steps=steps,
+        engine=chunk.train_one.engine,
     )
 
 

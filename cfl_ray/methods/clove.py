@@ -204,7 +204,8 @@ class CLoVE(Method[LossVectorState], name="clove"):
     def join(self, state: LossVectorState, clients: Clients) -> LossVectorState:
         """The state with those of these clients that have no cluster in that of the nearest mean loss vector."""
         clients = clients.select(state.assign_N[clients.ids_M] == UNASSIGNED)
-        if not len(clients) or (state.assign_N == UNASSIGNED).all():
+        is_first = state.phase == "cluster" and (state.assign_N == UNASSIGNED).all()
+        if not len(clients) or is_first:
             return state
         clients.count_download(self.num_models * clients.spec.sent())
         clients.count_upload(self.num_models)

@@ -63,10 +63,8 @@ class FisherTrace:
     floats: Callable[[int, int], int] = lambda inputs, classes: 1
 
     def __call__(self, client: ClientData, model_P: Tensor) -> Tensor:
-        count = len(client.y)
-        size = self.batch_size or count
-        batches = [slice(first, first + size) for first in range(0, count, size)]
-        return torch.stack([client.gradient(model_P, samples=batch).square().sum() for batch in batches]).sum()
+        gradients = client.batch_gradients(model_P, self.batch_size)
+        return torch.stack([gradient_P.square().sum() for gradient_P in gradients]).sum()
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import OwnModelsState
 from cfl_ray.core.weights import averages_of
 from cfl_ray.methods.fedas import check_classifier
-from cfl_ray.methods.flux import Descriptor, blocks_option, scaled, scales
+from cfl_ray.methods.flux import Descriptor, blocks_option, dimensions_of, scaled, scales
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,15 +76,14 @@ class Feroma(Method[FeromaState], name="feroma"):
         check_classifier(self, spec)
 
     def init(self, start: Start) -> FeromaState:
-        models_KP, classifier = start.new_model(0)[None], Classifier.of(start.spec)
-        dimensions = min(classifier.num_classes, classifier.num_features)
+        models_KP, num_classes = start.new_model(0)[None], Classifier.of(start.spec).num_classes
         return FeromaState(
             models_KP=models_KP,
             assign_N=start.one_cluster(),
             phase="warmup",
             own_SP=models_KP[:0],
             extractor_KP=models_KP[:0],
-            profile_SF=torch.zeros(0, 2 * dimensions * (classifier.num_classes + 1)),
+            profile_SF=torch.zeros(0, 2 * dimensions_of(start.spec) * (num_classes + 1)),
             samples_S=np.zeros(0),
         )
 
@@ -99,7 +98,7 @@ class Feroma(Method[FeromaState], name="feroma"):
         # c_i <- profile of client i's present data
         if len(state.seen_S):  # in the first of these rounds the extractor is the global model, which all receive
             clients.select(state.positions(clients.ids_M) < 0).count_download(clients.spec.sent())
-        descriptor = Descriptor(Classifier.of(clients.spec).num_classes, clients.seed, blocks=self.blocks)
+        descriptor = Descriptor.of(clients, blocks=self.blocks)
         profile_MF, valid_M = clients.describe(descriptor, clients.known_models(state.extractor_KP))
         clients, profile_MF = clients.select(valid_M), profile_MF[torch.from_numpy(valid_M)]
         if not len(clients):
@@ -137,7 +136,7 @@ class Feroma(Method[FeromaState], name="feroma"):
     def serve(self, state: FeromaState, clients: Clients) -> Serving:
         row_M = clients.first_row()
         if len(state.seen_S) and len(clients):
-            descriptor = Descriptor(Classifier.of(clients.spec).num_classes, clients.seed, by_label=False)
+            descriptor = Descriptor.of(clients, by_label=False)
             profile_MF, valid_M = clients.describe(descriptor, clients.known_models(state.extractor_KP))
             if valid_M.any():
                 some = torch.from_numpy(valid_M)

@@ -54,14 +54,20 @@ class Descriptor:
     The order is mean z, std z, the means of all labels, their stds. Without `by_label` only the first two, (2 L,).
     """
 
-    num_classes: int  # C; L = min(C, F)
+    num_classes: int  # C
+    dimensions: int  # L
     seed: int  # of the run: the projection is the same in all rounds
     by_label: bool = True
     blocks: str = "kinds"  # see `blocks_option`
     reads_features: ClassVar[bool] = True
 
+    @classmethod
+    def of(cls, clients: Clients, **how: Any) -> "Descriptor":
+        """The descriptor for the model of these clients."""
+        return cls(Classifier.of(clients.spec).num_classes, dimensions_of(clients.spec), clients.seed, **how)
+
     def floats(self, inputs: int, classes: int) -> int:
-        return 2 * self.num_classes * (1 + self.by_label * self.num_classes)
+        return 2 * self.dimensions * (1 + self.by_label * self.num_classes)
 
     def edges(self, length: int) -> list[int]:
         """Edges of the blocks of a descriptor of this length: mean z, std z and, by label, means and stds.
@@ -76,7 +82,7 @@ class Descriptor:
 
     def __call__(self, client: ClientData, model_P: Tensor) -> Tensor:
         feature_nF, y_n = client.features(model_P).double().cpu(), client.y.cpu()
-        z_nL = feature_nF @ projection(feature_nF.shape[1], self.num_classes, self.seed)
+        z_nL = feature_nF @ projection(feature_nF.shape[1], self.dimensions, self.seed)
         parts = [z_nL.mean(0), z_nL.std(0, correction=0)]
         if self.by_label:
             label_nC = one_hot(y_n, self.num_classes).double()
@@ -96,10 +102,16 @@ def blocks_option() -> Any:
     return option("kinds", doc, source="ours; official code: labels", choices=("kinds", "labels"))
 
 
+def dimensions_of(spec: ParamSpec) -> int:
+    """L = min(C, F)."""
+    classifier = Classifier.of(spec)
+    return min(classifier.num_classes, classifier.num_features)
+
+
 @lru_cache(maxsize=4)
 def projection(features: int, dimensions: int, seed: int) -> Tensor:
-    """Orthonormal directions, float64 (F, L), L = min(dimensions, F), the same for all clients of a run."""
-    normal_FL = Draws(seed, 0).stream("projection").standard_normal((features, min(dimensions, features)))
+    """Orthonormal directions, float64 (F, L), the same for all clients of a run."""
+    normal_FL = Draws(seed, 0).stream("projection").standard_normal((features, dimensions))
     return torch.from_numpy(np.linalg.qr(normal_FL)[0])
 
 
@@ -190,7 +202,7 @@ class Flux(Method[FluxState], name="flux"):
 
     def clustered(self, state: FluxState, clients: Clients) -> FluxState:
         """The state with the clusters of these clients; unchanged if none of them has valid data."""
-        descriptor = Descriptor(Classifier.of(clients.spec).num_classes, clients.seed, blocks=self.blocks)
+        descriptor = Descriptor.of(clients, blocks=self.blocks)
         d_MF, valid_M = clients.describe(descriptor, clients.known_models(state.models_KP))
         if not valid_M.any():
             return state
@@ -219,7 +231,7 @@ class Flux(Method[FluxState], name="flux"):
 
     def nearest(self, state: FluxState, clients: Clients) -> np.ndarray:
         """The cluster with the nearest descriptor without labels, int64 (M,); UNASSIGNED for invalid data."""
-        descriptor = Descriptor(Classifier.of(clients.spec).num_classes, clients.seed, by_label=False)
+        descriptor = Descriptor.of(clients, by_label=False)
         d_MF, valid_M = clients.describe(descriptor, clients.known_models(state.first_KP))
         edges = descriptor.edges(d_MF.shape[1])
         scaled_MF = scaled(torch.where(torch.from_numpy(valid_M)[:, None], d_MF, 0.0), edges, state.scale_22)

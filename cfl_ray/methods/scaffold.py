@@ -16,9 +16,11 @@ FedNova, the total weight of the gradients in y_i, so that c_i is a mean of grad
 gradient. Without momentum this is Algorithm 1. `correction: after_step` is that of NIID-Bench
 (Xtra-Computing, 61b901a): the step of SGD with momentum, then -eta (c - c_i), and K_i in option II. Its models are
 averaged by samples (`weights: samples`; c is not), and its variates cover the statistics of batch normalisation. N
-counts all clients of the federation, also those whose scheduled round to join is still to come, and those that left,
-whose part of c stays. In FL-bench (06e658b) c_i stays 0, so that c is added alone, and the fixed point is that of
-FedAvg.
+counts all clients of the federation, also those whose scheduled round to join is still to come, and those that left;
+what a client that left has added to c stays, and if it comes back, it adds to c once more: c is then no mean of
+gradients, and the fixed point is not the optimum of the clients that are left. With `leavers: restart` c and all c_i
+are 0 after a leave. Clients that are absent for a time, such as by `cohort.availability`, keep c_i. In FL-bench
+(06e658b) c_i stays 0, so that c is added alone, and the fixed point is that of FedAvg.
 """
 
 from collections.abc import Mapping
@@ -39,21 +41,26 @@ from cfl_ray.methods.fednova import accumulation
 
 @dataclass(frozen=True)
 class Corrected(ClientProgram):
-    """The gradient, corrected by c - c_i. Given: c."""
+    """The gradient, corrected by c - c_i. Given: c, and if they restart the number of restarts of the variates."""
 
     variates: str  # option I or II
     starts_at_c: bool  # c_i in the first round of a client: c, or 0
     after_step: bool  # the correction has no momentum
     momentum: float  # rho of the local training
+    restarts: bool  # c_i from before the last restart is none
     only_tensors: ClassVar = True
 
     def keeps(self, spec: ParamSpec) -> Mapping[str, Tensor]:
-        return {"c_i": torch.zeros(spec.trained), "rounds": torch.zeros(1)}
+        kept = {"c_i": torch.zeros(spec.trained), "rounds": torch.zeros(1)}
+        return kept | ({"restarted": torch.zeros(1)} if self.restarts else {})
 
     def uploads(self, spec: ParamSpec) -> Mapping[str, int]:
         return {"change": spec.trained}
 
     def begin(self, client: ProgramClient, start_P: Tensor, held: Held) -> Tensor:
+        if self.restarts and held["restarted"] != held["restarts"]:
+            held["c_i"], held["rounds"] = torch.zeros_like(held["c_i"]), torch.zeros(1)
+            held["restarted"] = held["restarts"].reshape(1)
         if self.starts_at_c and not held["rounds"]:
             held["c_i"] = held["c"][: client.spec.trained]
         return start_P
@@ -82,6 +89,7 @@ class ControlState(State):
     """The global model x, and N c."""
 
     sum_KP: Tensor  # float32 (1, P): the sum of c_i over the clients; 0 in columns that are not trained
+    restarts: int = 0  # of the control variates
 
 
 @dataclass(frozen=True)
@@ -112,6 +120,12 @@ class Scaffold(Method[ControlState], name="scaffold"):
         source="paper",
         choices=("zero", "c"),
     )
+    leavers: str = option(
+        "stay",
+        "after clients left: their c_i stay in c, or all control variates restart at 0",
+        source="ours",
+        choices=("stay", "restart"),
+    )
     eta_g: float = option(1.0, "eta_g: learning rate of the server", source="paper's experiments", low=0)
     weights: str = weights_option("uniform")
 
@@ -124,10 +138,10 @@ class Scaffold(Method[ControlState], name="scaffold"):
         x, c = clients.send(state.models_KP), clients.send(state.sum_KP / len(state.assign_N))
         # y_i <- y_i - eta (g_i(y_i) - c_i + c);  c_i+
         weight_RM = np.stack([clients.weights(kind) for kind in dict.fromkeys([self.weights, "uniform"])])
-        program = Corrected(
-            self.variates, self.newcomer == "c", self.correction == "after_step", clients.local.momentum
-        )
-        updates = clients.train(x, how=LocalTraining(program=program, given={"c": c}), average=weight_RM)
+        momentum, restart = clients.local.momentum, self.leavers == "restart"
+        program = Corrected(self.variates, self.newcomer == "c", self.correction == "after_step", momentum, restart)
+        given = {"c": c} | ({"restarts": np.full(len(clients), float(state.restarts))} if restart else {})
+        updates = clients.train(x, how=LocalTraining(program=program, given=given), average=weight_RM)
         # x <- x + eta_g mean of (y_i - x);  c <- c + sum of (c_i+ - c_i) / N
         rows = len(weight_RM)
         models_KP = updates.averaged(default=state.models_KP.repeat(rows, 1))[:1].clone()
@@ -136,3 +150,9 @@ class Scaffold(Method[ControlState], name="scaffold"):
         sum_KP = state.sum_KP.clone()
         sum_KP[:, :trained] += updates.weight_R[-1] * change_RX[-1]
         return state.advance(models_KP=models_KP, sum_KP=sum_KP)
+
+    def leave(self, state: ControlState, ids: np.ndarray) -> ControlState:
+        state = super().leave(state, ids)
+        if self.leavers == "stay":
+            return state
+        return state.advance(sum_KP=torch.zeros_like(state.sum_KP), restarts=state.restarts + 1)

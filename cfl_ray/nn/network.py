@@ -122,7 +122,7 @@ def _kind(tensor: Tensor) -> str:
 # attributes of `Network` that follow from its trial passes, beside the sample shapes of its dropout layers
 _OF_TRIAL = (
     *("output_shape", "last_layer", "random_forward", "batch_statistics", "side_effect", "inexact"),
-    *("_not_linear", "_effects", "_has_sparse_gradients", "_kept", "_calls"),
+    *("_not_linear", "_effects", "_has_sparse_gradients", "_pools", "_kept", "_calls"),
 )
 _TRIALS: dict[Hashable, tuple[dict[str, Any], dict[str, tuple[int, ...] | None]]] = {}  # of this process
 
@@ -421,20 +421,24 @@ class Network:
         order = LayerOrder(self.module)
         self._effects = SideEffects()
         draws, calls, self._draws_in_python = False, list[list[DropoutCall]](), False
-        self._has_sparse_gradients = False
+        self._has_sparse_gradients = self._pools = False
         inputs = self._zeros(_TRIAL_BATCHES[0]), self._others(_TRIAL_BATCHES[1])
-        for x in inputs:
-            with global_generators.kept(), functional_dropout.Recording() as recording, DenseGradients() as dense:
+        with global_generators.kept():
+            global_generators.seed_all(0)
+            before = global_generators.states()
+            for x in inputs:
                 global_generators.seed_all(0)
-                before = global_generators.states()
-                with self._effects.observed(self.module, x), order:
+                recording, dense, pooling = functional_dropout.Recording(), DenseGradients(), FastPooling()
+                # these are told of each look at a tensor, and the observation looks at many
+                with self._effects.observed(self.module, x), recording, dense, order, pooling:
                     outputs = self.module.train()(x)
                 after = global_generators.states()
                 draws |= before != after
                 self._draws_in_python |= before[1:] != after[1:]
-            self.output_shape = tuple(outputs.shape[1:])
-            calls.append(recording.calls)
-            self._has_sparse_gradients |= dense.calls > 0
+                self.output_shape = tuple(outputs.shape[1:])
+                calls.append(recording.calls)
+                self._has_sparse_gradients |= dense.calls > 0
+                self._pools |= pooling.calls > 0
         self.last_layer, self._not_linear = order.last_of(self.spec.layers), frozenset(order.not_linear)
         if written := [name for name in frozen if name in self._effects.changed]:
             raise ConfigError(f"the model writes to its frozen parameter {written[0]}, which all clients share")
@@ -661,7 +665,7 @@ class Network:
         self.module.eval()
 
         def outputs(batch: int) -> Tensor:
-            with FastPooling():
+            with FastPooling() if self._pools else nullcontext():
                 return torch.cat([self.module(self.input(part)) for part in x.split(batch)])
 
         batch = _TEST_BATCH_CPU if self.device.type == "cpu" else _TEST_BATCH

@@ -26,7 +26,7 @@ from cfl_ray.nn.torch_compiler import CompiledProgram
 from cfl_ray.system import files
 from cfl_ray.system.cpu import cpu_info, instruction_set
 
-_FORM = 2  # of the packages; another number makes them anew
+_FORM = 3  # of the packages; another number makes them anew
 _WORK = ".compiling-"  # and the key: a folder in which a package is compiled
 _SECONDS = 1800  # of compiling at most; a Transformer of two layers takes 20 s of CPU
 _LOADED: dict[str, CompiledProgram | str] = {}  # by key: the package, or the reason, a line, why there is none

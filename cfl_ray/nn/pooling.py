@@ -22,14 +22,23 @@ Size = int | Sequence[int]
 
 
 class FastPooling(TorchFunctionMode):
-    """Context in which max pooling without padding, in a module or function, is computed as maxima of views."""
+    """Context in which max pooling without padding, in a module or function, is computed as maxima of views.
+
+    calls: calls of max pooling so far. A network without any saves the context, which looks at each operation.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _POOLS and (out := max_pool(*args, **kwargs)) is not None:
-            return out
+        if func in _POOLS:
+            self.calls += 1
+            if (out := max_pool(*args, **kwargs)) is not None:
+                return out
         return func(*args, **kwargs)
 
 

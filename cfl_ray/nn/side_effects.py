@@ -26,18 +26,15 @@ class SideEffects:
     @contextmanager
     def observed(self, module: nn.Module, x: Tensor) -> Iterator[None]:
         """Context of a forward pass of the module on samples `x`."""
-        before = _tensors(module)
-        # normalisation changes buffers without a declaration
-        values = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        before, buffers = _tensors(module)
+        values = {name: before[name].clone() for name in buffers}  # normalisation changes them without a declaration
         with _Writes() as writes:
             yield
-        after = _tensors(module)
+        after, buffers = _tensors(module)
         self.inputs |= _memory(x) in writes.memory
         self.replaced |= {name for name, tensor in after.items() if _memory(tensor) != _memory(before.get(name))}
         self.changed |= self.replaced | {name for name, tensor in before.items() if _memory(tensor) in writes.memory}
-        for name, buffer in module.named_buffers():
-            if name in values and not torch.equal(buffer, values[name]):
-                self.changed.add(name)
+        self.changed |= {n for n in buffers if n in values and not torch.equal(after[n], values[n])}
 
 
 class ObservingMode(TorchDispatchMode):
@@ -81,10 +78,14 @@ class _Writes(ObservingMode):
         return function(*args, **kwargs)
 
 
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, as aliases, which keep the memory if a parameter gets another one."""
-    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-    return {name: tensor.detach() for name, tensor in tensors.items()}
+def _tensors(module: nn.Module) -> tuple[dict[str, Tensor], set[str]]:
+    """Parameters and buffers by name, as aliases, which keep the memory if a parameter gets another one.
+
+    And which of them are buffers.
+    """
+    buffers = dict(module.named_buffers())
+    tensors = dict(module.named_parameters()) | buffers
+    return {name: tensor.detach() for name, tensor in tensors.items()}, set(buffers)
 
 
 def _memory(tensor: Tensor | None) -> int | None:

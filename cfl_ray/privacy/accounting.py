@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from math import sqrt
+from math import exp, inf, log, sqrt
 from typing import Any, Literal
 
 from cfl_ray.errors import ConfigError
@@ -23,6 +23,8 @@ Kind = Literal["poisson", "fixed", "all"]
 _FINE, _COARSE = 1e-4, 1e-3
 _EXACT_BELOW = 2.0  # epsilon from which the coarse grid is at most a thousandth off
 _LARGEST_Z = 1e4  # no model can be trained with a larger noise multiplier
+_PRECISION = 1.001  # factor to which the least noise multiplier is found
+_SECANTS = 6  # most steps towards it before its bisection
 
 
 @dataclass(frozen=True)
@@ -137,24 +139,58 @@ def _loss(z: float, rate: float, interval: float) -> Any:
 
 
 def solved_multiplier(target: float, epsilon_of: Callable[[float], float]) -> float:
-    """The least noise multiplier, to within a factor of 1.001, whose epsilon is at most `target`.
+    """The least noise multiplier, to within a factor of _PRECISION, whose epsilon is at most `target`.
 
     epsilon_of: epsilon of the plan by noise multiplier. Raises ConfigError if no multiplier up to 1e4 is enough.
     """
+    is_too_little = _Threshold(target, epsilon_of)
     low, high = 0.01, 1.0
-    while epsilon_of(high) > target:
+    while is_too_little(high):
         low, high = high, 2 * high
         if high > _LARGEST_Z:
             raise ConfigError(
                 f"privacy.target_epsilon: {target:g} is not reached with a noise multiplier of {_LARGEST_Z:g}"
             )
-    while high / low > 1.001:
+    is_too_little.approach(low)
+    while high / low > _PRECISION:
         middle = (low * high) ** 0.5
-        if epsilon_of(middle) > target:
+        if is_too_little(middle):
             low = middle
         else:
             high = middle
     return high
+
+
+class _Threshold:
+    """Whether the epsilon of a noise multiplier is above the target. It is computed where earlier ones do not tell."""
+
+    def __init__(self, target: float, epsilon_of: Callable[[float], float]):
+        self.target, self.epsilon_of = target, epsilon_of
+        self.above, self.below = 0.0, inf  # the nearest multipliers whose epsilon is known to be above, and not above
+        self.points: list[tuple[float, float]] = []  # log z, log(epsilon / target)
+
+    def __call__(self, z: float) -> bool:
+        if self.above < z < self.below:
+            found = self.epsilon_of(z)
+            self.above, self.below = (z, self.below) if found > self.target else (self.above, z)
+            if 0 < found < inf:
+                self.points.append((log(z), log(found / self.target)))
+        return z <= self.above
+
+    def approach(self, low: float) -> None:
+        """Narrows the threshold, which is above `low`: epsilon is nearly a power of z, so secants soon meet it."""
+        for _ in range(_SECANTS):
+            if not self.points or self.below <= max(self.above, low) * _PRECISION:
+                return
+            (x, y), slope = self.points[-1], -1.0
+            if len(self.points) > 1:
+                before = self.points[-2]
+                slope = min((y - before[1]) / (x - before[0]), -0.1)
+            # on the other side of the threshold, if the last multiplier was as near as that
+            guess = exp(x - y / slope) * (_PRECISION**0.3 if y > 0 else _PRECISION**-0.3)
+            if not max(self.above, low) < guess < self.below:
+                return
+            self(guess)
 
 
 def last_round(target: float, rounds: int, epsilon_after: Callable[[int], float]) -> int:

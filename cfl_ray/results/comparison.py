@@ -34,7 +34,15 @@ from cfl_ray.results.recorded_runs import (
     say_code,
 )
 from cfl_ray.results.results import MethodResult
-from cfl_ray.results.significance import EFFECTS, PairedTest, common, corrected, paired_test, signed_rank_test
+from cfl_ray.results.significance import (
+    EFFECTS,
+    PairedTest,
+    common,
+    corrected,
+    paired_test,
+    range_in_words,
+    signed_rank_test,
+)
 from cfl_ray.results.study_folder import is_finished, run_folders
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.tracking import flatten
@@ -238,10 +246,7 @@ def _options_of(method: Method[Any]) -> tuple[str, dict[str, Any]]:
 def rounds_in_words(run_metrics: RunMetrics) -> str:
     """The best rounds of the runs that have one, as the end of a sentence; empty if none has."""
     rounds = [int(values[BEST_ROUND]) for of in run_metrics.values() for values in of.values() if BEST_ROUND in values]
-    if not rounds:
-        return ""
-    least, most = min(rounds), max(rounds)
-    return f"the best round of each run, whose models are kept (round {least}{f' to {most}' * (most > least)})"
+    return f"the best round of each run, whose models are kept (round {range_in_words(rounds)})" if rounds else ""
 
 
 def unfinished_in_words(results: RunResults) -> str:

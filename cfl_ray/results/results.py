@@ -20,7 +20,8 @@ from cfl_ray.errors import ConfigError
 from cfl_ray.report.report_data import RecordedConfusion
 from cfl_ray.results.arrow_log import ClientMetrics, by_name, read_client_metrics, read_diagnostics
 from cfl_ray.results.environment import read_environment
-from cfl_ray.results.trained import Newcomer, TrainedMethod, adapt, place
+from cfl_ray.results.newcomers import adapt, place
+from cfl_ray.results.trained import Newcomer, TrainedMethod
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.tracking import RoundRecord
 from cfl_ray.tracking.record import BEST_ROUND, CONFUSION, PAST_SCORES, is_evaluated, why_diverged

@@ -116,12 +116,12 @@ def pairs_in_words(how: str, tested: Sequence[PairedTest]) -> str:
     known = [test for test in tested if not math.isnan(test.p)]
     pairs, clients = ([*map(attrgetter(name), known)] for name in ("pairs", "clients"))
     if how == "ttest":
-        return f"n = {_range(pairs)} seeds"
-    text = f"n = {_range(pairs)} clients, each with its mean over the seeds"
+        return f"n = {range_in_words(pairs)} seeds"
+    text = f"n = {range_in_words(pairs)} clients, each with its mean over the seeds"
     if clients != pairs:
         text = (
-            f"n = {_range(pairs)} pairs of {_range(clients)} clients: those with the same test samples and models "
-            "count once, with the mean over the seeds"
+            f"n = {range_in_words(pairs)} pairs of {range_in_words(clients)} clients: those with the same test samples "
+            "and models count once, with the mean over the seeds"
         )
     if any(test.overlap for test in known):
         text += "; some pairs have their test samples in common, so p is too small"
@@ -137,7 +137,8 @@ def tests_in_words(how: str, correction: str, tested: Sequence[PairedTest], agai
     return f"p: {TESTS[how]}{other}, {pairs_in_words(how, tested)}, {CORRECTIONS[correction]}."
 
 
-def _range(counts: Sequence[int]) -> str:
+def range_in_words(counts: Sequence[int]) -> str:
+    """The least and the greatest of numbers, e.g. 3 to 5; 3 if they are equal."""
     least, most = min(counts), max(counts)
     return str(least) if least == most else f"{least} to {most}"
 

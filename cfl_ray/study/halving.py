@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from cfl_ray.config.study import HalvingConfig, Trial
+from cfl_ray.config.sweep import HalvingConfig, Trial
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.study.study_plan import StudyRun
 from cfl_ray.tracking import read_records

@@ -14,7 +14,8 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from cfl_ray.config import Experiment
-from cfl_ray.config.study import ALL_SETTINGS, Study, SweepConfig, Trial, load_study
+from cfl_ray.config.study import ALL_SETTINGS, Study, load_study
+from cfl_ray.config.sweep import SweepConfig, Trial
 from cfl_ray.errors import ConfigError, Interrupted, RunError, command, did_you_mean
 from cfl_ray.errors.redaction import HIDDEN, redact
 from cfl_ray.lifecycle.extension import check_extension

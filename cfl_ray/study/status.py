@@ -8,7 +8,8 @@ from typing import Any
 
 from cfl_ray.config.experiment import listed_methods
 from cfl_ray.config.method_entries import listed_name
-from cfl_ray.config.study import ALL_SETTINGS, Study, Trial, load_study, place_of
+from cfl_ray.config.study import ALL_SETTINGS, Study, load_study, place_of
+from cfl_ray.config.sweep import Trial
 from cfl_ray.errors import ConfigError, command
 from cfl_ray.results.study_folder import is_finished, method_names, methods_in, run_folders
 from cfl_ray.run_directory import RunDirectory

@@ -9,7 +9,8 @@ from typing import Any
 from cfl_ray.config import Experiment
 from cfl_ray.config.experiment import listed_methods
 from cfl_ray.config.method_entries import listed_name
-from cfl_ray.config.study import Study, Trial, place_of
+from cfl_ray.config.study import Study, place_of
+from cfl_ray.config.sweep import Trial
 from cfl_ray.core.method import Method
 from cfl_ray.core.tasks import resolve_task
 from cfl_ray.data.from_config import has_validation

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from cfl_ray.config.section import as_yaml
-from cfl_ray.config.study import RangeConfig, Study, SweepConfig, Trial, six_digits
+from cfl_ray.config.study import Study
+from cfl_ray.config.sweep import RangeConfig, SweepConfig, Trial, six_digits
 from cfl_ray.errors import ConfigError
 from cfl_ray.results.comparison import RunMetrics, is_less_better
 from cfl_ray.results.significance import paired_test

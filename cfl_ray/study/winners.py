@@ -10,7 +10,8 @@ from cfl_ray.config.experiment import listed_methods
 from cfl_ray.config.method_entries import name_and_options
 from cfl_ray.config.reading import set_key
 from cfl_ray.config.section import as_yaml
-from cfl_ray.config.study import ALL_SETTINGS, RangeConfig, Study, merged
+from cfl_ray.config.study import ALL_SETTINGS, Study, merged
+from cfl_ray.config.sweep import RangeConfig
 from cfl_ray.core.method import Method
 from cfl_ray.errors import ConfigError
 from cfl_ray.study.study_plan import entries_by_label

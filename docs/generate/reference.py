@@ -15,7 +15,8 @@ import cfl_ray
 from cfl_ray.cli.commands import app
 from cfl_ray.cli.printed_tables import default_text, range_text
 from cfl_ray.config import Experiment, keys
-from cfl_ray.config.study import RangeConfig, Study
+from cfl_ray.config.study import Study
+from cfl_ray.config.sweep import RangeConfig
 from cfl_ray.core.events import drawn, phase_meanings
 from cfl_ray.core.method import Method
 from cfl_ray.methods import REGISTRY

@@ -55,6 +55,7 @@ class MlflowServer:
                 "admin_username": USER[0],
                 "admin_password": USER[1],
                 "authorization_function": "mlflow.server.auth:authenticate_request_basic_auth",
+                "auth_cache_ttl_seconds": "600",  # to check a password takes a tenth of a second of CPU
             }
             lines = [f"{name} = {value}" for name, value in values.items()]
             settings.write_text("\n".join(["[mlflow]", *lines]))

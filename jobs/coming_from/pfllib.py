@@ -277,12 +277,9 @@ ROWS = (
     Row("FedAMP, and weights of at most 1", "FedAMP", {}, "fedamp", at_most_one),
     Row("FedBABU, fine-tuned", "FedBABU", {}, BABU, scores=tuned, metric="reported", rounds=ROUNDS + 1, sections=TUNED),
     Row("FedBABU, average sent before", "FedBABU", {}, BABU, sent_before_tuning, tuned, "reported", ROUNDS + 1, TUNED),
-)  # fmt: skip
-
-FEDPAC = (  # a run takes minutes, most of them for the matrices of the weights
     Row("FedPAC", "FedPAC", {}, {"fedpac": PAC}),
-    Row("FedPAC, heads copied in theirs", "FedPAC", {}, {"fedpac": PAC}, mended=copied_heads),
-    Row("FedPAC, and in the order of their weights", "FedPAC", {}, {"fedpac": PAC}, mended=in_order),
+    Row("FedPAC, heads copied in theirs", "FedPAC", {}, {"fedpac": PAC}, copied_heads),
+    Row("FedPAC, and in the order of their weights", "FedPAC", {}, {"fedpac": PAC}, in_order),
 )  # fmt: skip
 
 HEAD = f"""## Measured beside PFLlib
@@ -293,14 +290,6 @@ alike: 20 clients with SIZES training samples. Multilayer perceptron with {HIDDE
 otherwise its defaults: E = 1, B = 10, lr {LR}. Three seeds, in both codes from the same first weights; the order of
 samples differs. Ours: `protocol: pfllib`, with the same samples. A number is the best over the rounds, mean and
 standard deviation over the seeds; noise: the half-width of the 95 % interval of the difference.
-"""
-
-
-EARLY, EARLY_SHARE = 2, 0.1
-EARLY_HEAD = f"""### FedPAC
-
-The accuracy after each of the first {EARLY} rounds, seed 0, each client with {EARLY_SHARE:.0%} of its samples; the
-rows below the first mend theirs in memory, one thing after another.
 """
 
 
@@ -320,19 +309,7 @@ def section(checkout: Path) -> str:
     rows = side_by_side("PFLlib", ROWS, SEEDS, scores)
     sizes = [len(client.y) for client in clients]
     head = HEAD.replace("SIZES", f"{min(sizes)} to {max(sizes)}")
-    return "\n".join([head, *table(*rows), *facts(checkout, clients), EARLY_HEAD, *early(checkout)])
-
-
-def early(checkout: Path) -> list[str]:
-    """The table of the first rounds."""
-    clients, first_P = shipped(checkout, EARLY_SHARE), first_weights(MODEL, 10, 0)
-    rows = [["method", "PFLlib", "ours"]]
-    for row in FEDPAC:
-        settings = row.settings | {"global_rounds": EARLY}
-        found = row.scores(theirs(checkout, row.theirs, clients, first_P, 0, settings, row.mended))[-EARLY:]
-        own = ours("pfllib", clients, 0, EARLY, row.ours, MODEL)["reported"]
-        rows.append([row.label, *(", ".join(f"{score:.3f}" for score in scores) for scores in (found, own))])
-    return table(*rows)
+    return "\n".join([head, *table(*rows), *facts(checkout, clients)])
 
 
 def facts(checkout: Path, clients: Sequence[Client]) -> list[str]:
@@ -340,7 +317,7 @@ def facts(checkout: Path, clients: Sequence[Client]) -> list[str]:
     first_P = first_weights(MODEL, 10, 0)
 
     def made(name: str, **settings: float) -> Server:
-        return theirs(checkout, name, clients, first_P, 0, {"global_rounds": EARLY, **settings})
+        return theirs(checkout, name, clients, first_P, 0, {"global_rounds": 2, **settings})
 
     rows = [
         torch.stack([parameters_to_vector(client.model.parameters()) for client in made("FedAMP", lamda=lam).clients])

@@ -8,7 +8,8 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from cfl_ray.config.study import Trial, load_study
+from cfl_ray.config.study import load_study
+from cfl_ray.config.sweep import Trial
 from cfl_ray.results.published import PublishedNumber, load_published
 from cfl_ray.study.study_plan import StudyRun, plan
 

@@ -204,11 +204,15 @@ def _range(runs: pd.DataFrame) -> str:
     return "-" if math.isnan(low) else f"{low * 100:.1f} to {high * 100:.1f}"
 
 
+def _header_of(recipe: Path) -> list[str]:
+    """The lines of a recipe's header."""
+    return [line.removeprefix("#").strip() for line in recipe.read_text().splitlines() if line.startswith("#")]
+
+
 def _from_header(recipe: Path, word: str) -> str:
     """The paragraphs of a recipe's header that begin with `word:`."""
-    header = [line.removeprefix("#").strip() for line in recipe.read_text().splitlines() if line.startswith("#")]
     found, inside = [], False
-    for line in header:
+    for line in _header_of(recipe):
         inside = line.startswith(f"{word}:") or (inside and not line.startswith(("Expected:", "Assumed:", "Cost")))
         if inside and line:
             found.append(line.removeprefix(f"{word}:").strip())
@@ -305,8 +309,7 @@ def read_costs() -> pd.DataFrame:
 
 def _cost(recipe: Path) -> str:
     """The cost of one run, from the end of a recipe's header: `Cost of one run on one CPU core: 20 minutes.`"""
-    header = [line.removeprefix("#").strip() for line in recipe.read_text().splitlines() if line.startswith("#")]
-    text = " ".join(header).partition(" Cost")[2]
+    text = " ".join(_header_of(recipe)).partition(" Cost")[2]
     return text.partition(": ")[2].removesuffix(".")
 
 

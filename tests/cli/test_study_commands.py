@@ -15,7 +15,7 @@ from commands import call
 from rich.console import Console
 from studies import InlinePool, small_study
 
-from cfl_ray.cli.progress import StudyDisplay, show_tables, show_trials
+from cfl_ray.cli.study_progress import StudyDisplay, show_tables, show_trials
 from cfl_ray.results.recorded_runs import recorded_result
 from cfl_ray.results.results import MethodResult
 from cfl_ray.study import run

@@ -6,7 +6,8 @@ import pytest
 import yaml
 
 from cfl_ray import load
-from cfl_ray.config.study import RangeConfig, Study, SweepConfig, load_study, merged, name_of
+from cfl_ray.config.study import Study, load_study, merged
+from cfl_ray.config.sweep import RangeConfig, SweepConfig, name_of
 from cfl_ray.errors import ConfigError
 
 

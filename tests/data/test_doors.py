@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 from cfl_ray import Experiment, federation_from_arrays, federation_from_dataset
 from cfl_ray.config.data import SOURCE_KINDS
 from cfl_ray.data import build, describe, has_validation
-from cfl_ray.data.from_config import KEYS
+from cfl_ray.data.own_data import KEYS
 from cfl_ray.data.split import with_validation
 from cfl_ray.data.synthetic import SyntheticFederation
 

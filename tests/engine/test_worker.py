@@ -10,6 +10,7 @@ from closeness import close
 from federations import Spoiled, Stage, attack_of, linear, planted, uneven
 from torch import nn
 from torch.nn.functional import cross_entropy
+from training_tasks import mlp
 
 from benchmarks.models import LSTM, LeNet5, ResNet8, Transformer
 from cfl_ray.core.clients import ClientState, LocalTraining
@@ -145,6 +146,19 @@ class TestClientView:
         assert not calls
         one.gradient(row_P)
         assert calls == [1]
+
+    @pytest.mark.parametrize(
+        "engine, factory, by_torch", [("sequential", mlp, 3), ("manual", mlp, 0), ("manual", net, 3)]
+    )
+    def test_gradients_of_batches_are_of_the_engine_that_has_them(self, engine, factory, by_torch, monkeypatch):
+        """Batches of 4 of 10 samples. With dropout (`net`) the passes of `manual` are not those in evaluation mode."""
+        one, calls = replace(self.one(factory, uneven([10, 7]), client=0), engine=engine), []
+        row_P, gradient = one.network.new_model(3, 0), ClientView.gradient
+        expected = torch.stack([one.gradient(row_P, samples=slice(i, i + 4)) for i in (0, 4, 8)])
+        monkeypatch.setattr(ClientView, "gradient", lambda *args, **named: calls.append(1) or gradient(*args, **named))
+        found = torch.stack(list(one.batch_gradients(row_P, 4)))
+        assert len(calls) == by_torch and close(found, expected, 1e-5) and expected.abs().max() > 0.01
+        assert close(next(iter(one.batch_gradients(row_P, None))), gradient(one, row_P), 1e-5)
 
     def test_gradient_of_a_linear_model_is_the_formula(self):
         """(softmax(X W' + b) - Y)' X / n, and its column sums for the bias."""

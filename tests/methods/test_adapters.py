@@ -69,7 +69,8 @@ def experiment(output, **changes) -> cfl_ray.Experiment:
 def results(tmp_path_factory):
     """Of every method, and FedPer with private adapters."""
     methods = [*REGISTRY, {"fedper": {"private": ["lora_"], "label": "private"}}]
-    return cfl_ray.simulate(experiment(tmp_path_factory.mktemp("adapters"), methods=methods, rounds=1))
+    data = {"source": "digits", "shift": {"kind": "rotated"}, "partition": {"clients": 4, "samples": 30}}
+    return cfl_ray.simulate(experiment(tmp_path_factory.mktemp("adapters"), methods=methods, rounds=1, data=data))
 
 
 @pytest.mark.parametrize("label", [*REGISTRY, "private"])

@@ -104,6 +104,18 @@ class TestOfGroups:
         assert floats(one) == ((2 * 2 + 3) * P, 2 * 2 + 3 * P)
         assert after.phase == "federate" and after.assign_N[[6, 7]].tolist() == row_M[[6, 7]].tolist()
 
+    def test_clients_that_replace_all_others_get_clusters(self):
+        """Fixed clusters outlive their clients: those that come later are placed, and train the models."""
+        one, state = self.fixed([0, 1, 2, 3])
+        row_M = self.METHOD.serve(state, one.clients()).row_M
+        left = self.METHOD.leave(state, np.arange(4))
+        for after in (
+            self.METHOD.join(left, one.clients([4, 5], round=9)),
+            one.play(self.METHOD, [4, 5], state=left, first=9),
+        ):
+            assert after.assign_N.tolist() == [-1] * 4 + row_M[4:6].tolist() + [-1] * 2
+        assert not torch.equal(after.models_KP, state.models_KP)
+
     def test_the_nearest_vector_is_not_the_least_loss(self):
         """Model 0 fits all clients best; the vectors of cluster 1 are those with losses of about 1 and 2."""
         one, state = self.fixed(None)

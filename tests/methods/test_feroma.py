@@ -5,7 +5,7 @@ import pytest
 import torch
 from linear import assert_layers, deep_sgd, layers
 from rounds import EnginesAndCheckpoints, floats
-from test_flux import CLASSES, SIZES, P, deep, described, scaled, shifted
+from test_flux import SIZES, P, deep, described, scaled, shifted
 
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.feroma import Feroma
@@ -70,7 +70,7 @@ def test_a_client_whose_data_stay_keeps_to_its_own_model_with_inverse_distances(
     for weighting in ("softmax", "inverse"):
         method = Feroma(warmup_rounds=1, weighting=weighting)
         state = one.play(method, None, None)
-        descriptor = Descriptor(CLASSES, one.seed)
+        descriptor = Descriptor.of(one.clients())
         shares[weighting] = method.shares(state, state.profile_SF, descriptor)
         assert np.allclose(shares[weighting].sum(1), 1) and (shares[weighting][:, 0] == 0).all()
     assert (np.diag(shares["inverse"][:, 1:]) > 0.999).all() and (np.diag(shares["softmax"][:, 1:]) < 0.5).all()

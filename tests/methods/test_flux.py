@@ -13,7 +13,7 @@ from torch import nn
 from cfl_ray.clustering.agreement import agreement
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.data import federation_from_arrays
-from cfl_ray.methods.flux import Flux, knee, kneedle, projection
+from cfl_ray.methods.flux import Descriptor, Flux, knee, kneedle, projection
 
 SIZES, FEATURES, CLASSES, P = [12, 4, 8, 6, 9], 4, 3, 5 * 4 + 4 * 3
 
@@ -134,6 +134,18 @@ def test_newcomers_without_labels_join_the_nearest_cluster():
     assert serving.row_M.tolist() == state.assign_N[[0, 1]].tolist() and floats(one)[0] == 0
     later = one.play(method, [6, 7], state=state, first=3)
     assert later.assign_N[[6, 7]].tolist() == state.assign_N[[0, 1]].tolist()
+
+
+@pytest.mark.parametrize("features", [2, 3, 5])
+def test_descriptors_have_the_length_that_a_round_without_training_expects(features):
+    """2 L (C + 1) numbers, L = min(C, F), of which the first 2 L need no labels."""
+    module = lambda: nn.Sequential(nn.Linear(5, features), nn.Linear(features, CLASSES))
+    one = Stage(uneven([4, 6], (5,)), module)
+    for by_label, expected in ((True, 2 * min(CLASSES, features) * (CLASSES + 1)), (False, 2 * min(CLASSES, features))):
+        clients = one.clients()
+        descriptor = Descriptor.of(clients, by_label=by_label)
+        d_MF, _ = clients.describe(descriptor, clients.known_models(one.model()[None]))
+        assert d_MF.shape[1] == expected == descriptor.floats(5, CLASSES)
 
 
 def test_clients_with_other_data_are_placed_anew():

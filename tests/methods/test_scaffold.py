@@ -106,6 +106,30 @@ def test_a_newcomer_at_c_trains_without_correction_and_counts_whole():
     assert not close(one.play(Scaffold(), [4], state=first, first=2).models_KP, plain.models_KP, 1e-3)
 
 
+@pytest.mark.parametrize("newcomer", ["zero", "c"])
+def test_control_variates_restart_after_a_leave(newcomer):
+    """The rounds after it are those of a federation that begins with the model x; a client that left comes back."""
+    method = Scaffold(newcomer=newcomer, leavers="restart", weights="samples")
+    one, anew = stage("sequential"), stage("sequential")
+    state = method.leave(one.play(method, *COHORTS), np.array([1]))
+    found = one.play(method, *COHORTS, state=state, first=4)
+    first = method.init(anew.start()).advance(models_KP=state.models_KP)
+    expected = anew.play(method, *COHORTS, state=first, first=4)
+    assert torch.equal(found.models_KP, expected.models_KP) and torch.equal(found.sum_KP, expected.sum_KP)
+    assert found.sum_KP.any() and (found.restarts, expected.restarts) == (1, 0)
+
+
+def test_its_fixed_point_after_a_leave_is_the_optimum_of_those_that_are_left():
+    """Unless c keeps the c_i of the client that left."""
+    residuals = []
+    for leavers in ("restart", "stay"):
+        one, method = linear.stage(steps=5, sizes=(20, 16, 12)), Scaffold(leavers=leavers)
+        state = method.leave(one.play(method, *[None] * 10), np.array([2]))
+        w = linear.matrix(one.play(method, *[[0, 1]] * 25, state=state, first=11).models_KP[0])
+        residuals.append(np.linalg.norm(linear.gradient(one, 0, w) + linear.gradient(one, 1, w)) / 2)
+    assert residuals[0] < 0.01 * residuals[1]
+
+
 def test_a_client_that_is_excluded_changes_neither_model_nor_variates():
     one = stage(lr=1e20)
     state = one.play(Scaffold(), None)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from filelock import FileLock
 from torch import nn
+from torch.torch_version import TorchVersion
 
 from cfl_ray.nn import packages, torch_compiler
 from cfl_ray.nn.packages import key_of, package_of, why_not
@@ -159,6 +160,9 @@ def test_what_killed_compilers_left_is_removed_unless_one_still_compiles(compile
 
 def test_programs_have_the_instructions_that_pytorch_uses(monkeypatch):
     monkeypatch.setattr(torch_compiler.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
+    assert "cpp.march" not in torch_compiler.settings(), "it has no such setting: all of the CPU is in the key"
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0+cpu"))
     found = []
     for instructions in ("AVX512", "AVX2", "DEFAULT"):
         monkeypatch.setattr(torch_compiler, "instruction_set", lambda name=instructions: name)

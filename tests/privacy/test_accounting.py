@@ -59,6 +59,33 @@ def test_the_least_noise_of_a_target(least):
     assert least <= solved_multiplier(2.0, lambda z: 2.0 * least / z) <= 1.001 * least
 
 
+@pytest.mark.parametrize(
+    "epsilon_of",
+    [
+        lambda z: 2.0 / z,
+        lambda z: 3.0 * z**-0.4,
+        lambda z: 0.5 / z**2 + 1.3 / z,
+        lambda z: float(np.expm1(1 / z)),
+        lambda z: 9.0 if z < 1.7 else 0.0,  # of which no secant is known
+        lambda z: np.inf if z < 0.3 else 1 / z,
+        lambda z: np.round(2.0 / z, 1),
+    ],
+)
+@pytest.mark.parametrize("target", [0.2, 1.0, 1.9])
+def test_the_noise_is_that_of_bisection_with_fewer_epsilons(epsilon_of, target):
+    """To the last bit, so that a target gives the noise that it gave."""
+    low, high, asked = 0.01, 1.0, []
+    while epsilon_of(high) > target:
+        low, high = high, 2 * high
+    doublings = round(np.log2(high)) + 1
+    while high / low > 1.001:
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if epsilon_of(middle) > target else (low, middle)
+    assert solved_multiplier(target, lambda z: asked.append(z) or epsilon_of(z)) == high
+    smooth = epsilon_of(1.0) not in (9.0, 1.0) and epsilon_of(1.01) != epsilon_of(1.011)
+    assert len(asked) <= doublings + (7 if smooth else 19), asked
+
+
 def test_of_samples_without_replacement():
     """6.37 is for noise of twice the sensitivity. Replacing a client moves a sum by 2 C: z is 4."""
     sampling = Sampling("fixed", 1000, 100)

@@ -329,10 +329,10 @@ class TestSecureSums:
         assert rounded_norm(1, 4) == int((1 + 4 / 4 + 1 + 4**0.5 / 2) ** 0.5) + 1 == 3, "below 1 + sqrt(4)"
         assert rounded_norm(2**21, 11_000_000) / 2**21 - 1 < 1e-6
 
-    def noise(self, ids, absent=(), **settings):
-        """Noise of the sum of clients that upload nearly nothing, in steps, over 100 rounds, and the last run."""
+    def noise(self, ids, absent=(), rounds=100, **settings):
+        """Noise of the sum of clients that upload nearly nothing, in steps, over these rounds, and the last run."""
         secure, rows = replace(self.SECURE, **settings), []
-        for round in range(1, 101):
+        for round in range(1, rounds + 1):
             run = private(2.0, b"key")
             one = stage(lr=1e-30)
             clients = protected(one.clients(ids, round), noise=run, masks=secure, absent=np.array(absent, np.int64))
@@ -353,7 +353,7 @@ class TestSecureSums:
         assert (noise - noise.round()).abs().max() < 1e-3, "multiples of the grid's step"
 
     def test_a_sum_with_too_little_noise_is_lost_and_charged(self):
-        noise, stats, run = self.noise([0, 1, 2], [4], threshold=0.8)
+        noise, stats, run = self.noise([0, 1, 2], [4], rounds=2, threshold=0.8)
         assert not noise.any() and "report, its masks need 3; the sum is lost" in stats.lost_sums[0]
         run.end_round()
         assert run.releases.sampled == Counter({2.0: 1})

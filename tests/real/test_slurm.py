@@ -20,9 +20,12 @@ EXPERIMENT = """
 methods: [fedavg]
 data: {source: synthetic, synthetic_shape: [8], synthetic_samples: 20, partition: {clients: 4}}
 model: {name: mlp, options: {hidden: 8}}
+evaluation: {metrics: [FOLDER/paced.py:pause]}
 runtime: {engine: sequential, checkpoint_every: 1}
 tracking: {enabled: false}
 """
+# A metric of each client, so that a run which waits for Slurm's minutes leaves the cores to other tests.
+PACED = "import time\n\ndef pause(outputs, targets):\n    time.sleep(0.05)\n    return 0.0\n"
 WAIT = 400.0  # seconds for a state of a job on a busy machine
 
 
@@ -35,7 +38,8 @@ def cluster():
 @pytest.fixture
 def submit(cluster, tmp_path):
     """Returns a function: arguments of the script -> the number of its job."""
-    (tmp_path / "mine.yaml").write_text(EXPERIMENT)
+    (tmp_path / "mine.yaml").write_text(EXPERIMENT.replace("FOLDER", str(tmp_path)))
+    (tmp_path / "paced.py").write_text(PACED)
     variables = {"PATH": f"{Path(sys.executable).parent}:{cluster.environment['PATH']}", "PYTHONPATH": str(ROOT)}
     numbers = []
 

@@ -4,8 +4,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from cfl_ray.results import comparison
 from cfl_ray.results.client_scores import ClientPairs, ClientScores
-from cfl_ray.results.comparison import tests_of as tested_methods
 from cfl_ray.results.results import MethodResult
 from cfl_ray.results.significance import pairs_in_words
 
@@ -48,7 +48,7 @@ def test_duplicates_do_not_lower_p():
     better = [(0.5 + 0.1 * group, 1.0 + group) for group in range(4) for _ in range(10)]
     worse = [(0.3, 2.0 + group) for group in range(4) for _ in range(10)]
     metrics = {("e", name): {0: {"accuracy": value}} for name, value in (("a", 0.65), ("b", 0.3))}
-    tested = tested_methods(metrics, "accuracy", "wilcoxon", scores=scores_of(a=[better], b=[worse]))
+    tested = comparison.tests_of(metrics, "accuracy", "wilcoxon", scores=scores_of(a=[better], b=[worse]))
     assert tested["e", "b"].p == pytest.approx(2 / 2**4)
     words = pairs_in_words("wilcoxon", list(tested.values()))
     assert words.startswith("n = 4 pairs of 40 clients") and words.endswith("p is at least 0.125")

@@ -14,7 +14,7 @@ from cfl_ray.core.serving import Serving
 from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.methods import REGISTRY
 from cfl_ray.methods.ifca import IFCA
-from cfl_ray.results import trained as newcomers
+from cfl_ray.results import newcomers
 
 PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "newcomers.md"
 SECTIONS = {

@@ -305,7 +305,10 @@ def scaffold(folder):
 def test_state_of_clients_is_verified_and_no_bit_depends_on_it(files, monkeypatch, method):
     """With a part of the clients in a round. Predictions with the state of another client are an error."""
     experiment = Experiment(
-        data={"partition": {"kind": "classes", "clients": 8, "classes_per_client": 2}, "test": {"view": "holdout"}},
+        data={
+            "partition": {"kind": "classes", "clients": 8, "samples": 60, "classes_per_client": 2},
+            "test": {"view": "holdout"},
+        },
         rounds=3,
         methods=[scaffold(files) if method == "scaffold" else method],
         cohort={"fraction": 0.75},

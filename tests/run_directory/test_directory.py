@@ -1,6 +1,7 @@
 """The layout of run directories has one place, which the documentation repeats."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -33,17 +34,20 @@ def experiment(tmp_path):
     )
 
 
+@functools.cache
+def nodes_of(source: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(source)))
+
+
 def named_in(source: str) -> set[str]:
     """The names of the layout, and of its folders, that are whole texts of a module."""
     names = {part for name in NAMES if name for part in (name.rstrip("/"), name.rpartition("/")[2])} - {"", *COMMON}
-    nodes = ast.walk(ast.parse(source))
+    nodes = nodes_of(source)
     return names & {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
 def joins_a_label(source: str) -> bool:
-    joins = (
-        node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div)
-    )
+    joins = (node for node in nodes_of(source) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div))
     return any(isinstance(node.right, ast.Name) and node.right.id == "label" for node in joins)
 
 

@@ -29,7 +29,8 @@ def plain(module_experiment):
 
     def make(rounds, **changes):
         schedule = [{"round": 2, "leave": [0, 1]}, {"round": 5, "join": [0]}]
-        return module_experiment(**{"rounds": rounds, "methods": METHODS, "schedule": schedule} | changes)
+        of_few = {"data": {"partition": {"clients": 6}}, "local": {"epochs": 1}}
+        return module_experiment(**{"rounds": rounds, "methods": METHODS, "schedule": schedule} | of_few | changes)
 
     return make
 

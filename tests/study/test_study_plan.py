@@ -3,7 +3,8 @@
 import pytest
 
 import cfl_ray
-from cfl_ray.config.study import Study, Trial
+from cfl_ray.config.study import Study
+from cfl_ray.config.sweep import Trial
 from cfl_ray.errors import ConfigError
 from cfl_ray.methods import REGISTRY
 from cfl_ray.study import worker_pool

@@ -10,8 +10,8 @@ from scipy.stats import ttest_rel
 from studies import figures_of
 
 from cfl_ray import load
-from cfl_ray.cli.progress import show_trials
-from cfl_ray.config.study import HalvingConfig, SweepConfig, Trial
+from cfl_ray.cli.study_progress import show_trials
+from cfl_ray.config.sweep import HalvingConfig, SweepConfig, Trial
 from cfl_ray.errors import ConfigError, Interrupted
 from cfl_ray.results import comparison
 from cfl_ray.results.comparison import collected, of_best_trials, recorded_result

@@ -2,7 +2,8 @@
 
 import pytest
 
-from cfl_ray.config.study import Study, Trial, load_study
+from cfl_ray.config.study import Study, load_study
+from cfl_ray.config.sweep import Trial
 from cfl_ray.errors import ConfigError
 from cfl_ray.study.study_plan import plan
 from cfl_ray.study.sweep import RankedTrial

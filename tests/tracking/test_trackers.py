@@ -319,7 +319,7 @@ def test_an_error_of_a_thread_of_tensorboard_is_not_printed_and_others_are(capfd
     threading.excepthook = lambda error: print(error.exc_value, file=sys.stderr)
     try:
         for _ in range(2):
-            trackers._hide_tracebacks_of("tensorboard")
+            trackers._hide_tracebacks_of_tensorboard()
         theirs = type("Thread", (threading.Thread,), {"__module__": "tensorboard.summary.writer.event_file_writer"})
         for kind, error in ((theirs, "hidden"), (threading.Thread, "shown")):
             thread = kind(target=lambda error=error: [].remove(error) or None, name=error)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -37,15 +38,30 @@ print(json.dumps({
 NEW = "import json, sys; print(json.dumps({'imported': 'nothing', 'arguments': sys.argv[1:]}))"
 
 
+WAITS = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+
+
 @pytest.fixture(scope="module")
 def started(tmp_path_factory):
-    """The folder of the programs that Ray starts, and the environment of its cluster."""
+    """The folder of the programs that Ray starts, and the environment of its cluster.
+
+    At its end the fork server leaves no file and no fork, not even a halted one.
+    """
     folder = tmp_path_factory.mktemp("workers")
-    (folder / "about.py").write_text(ABOUT)
-    (folder / "setup_worker.py").write_text(NEW)
-    with fork_server.fork_server(folder) as variables:
-        program = {ray_internals.SETUP_VARIABLE: str(folder / "setup_worker.py")}
-        yield folder, os.environ | variables | program | {"RAY_JOB_ID": "ffffffff"}
+    for name, source in (("about.py", ABOUT), ("setup_worker.py", NEW), ("waits.py", WAITS)):
+        (folder / name).write_text(source)
+    (sockets := folder / "sockets").mkdir()
+    with ExitStack() as ends_last:
+        with fork_server.fork_server(sockets) as variables:
+            program = {ray_internals.SETUP_VARIABLE: str(folder / "setup_worker.py")}
+            given = folder, os.environ | variables | program | {"RAY_JOB_ID": "ffffffff"}
+            yield given
+            _, fork = ends_last.enter_context(sleeping(given))
+            server = fork.parent()
+            assert server.cmdline()[1] == fork_server.__file__ and list(sockets.iterdir())
+            fork.suspend()
+        assert not server.is_running() and not list(sockets.iterdir())
+        fork.wait(60)
 
 
 def fork_servers():
@@ -125,16 +141,21 @@ def test_a_fork_server_that_dies_before_its_use_is_not_needed(started, tmp_path,
         assert output_of_worker((folder, environment | variables))["imported"] == "nothing"
 
 
-@pytest.fixture
-def waiting(started):
-    """A worker that sleeps: the process that Ray started, and its fork."""
+@contextmanager
+def sleeping(started):
+    """Context of a worker that sleeps: the process that Ray started, and its fork."""
     folder, environment = started
-    (folder / "waits.py").write_text("import os, time; print(os.getpid(), flush=True); time.sleep(600)")
     command = [sys.executable, WORKER_PROGRAM, str(folder / "waits.py"), "--language=PYTHON"]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as program:
         fork = psutil.Process(int(program.stdout.readline()))
         yield program, fork
         program.kill()
+
+
+@pytest.fixture
+def waiting(started):
+    with sleeping(started) as processes:
+        yield processes
 
 
 def test_a_halted_fork_ends_with_the_process_that_ray_started(waiting, until):
@@ -150,11 +171,7 @@ def test_the_process_that_ray_started_ends_with_its_fork(waiting):
     assert program.wait(60) == 0
 
 
-DRIVER = f"""
-import os, pathlib, signal, subprocess, sys, time
-from cfl_ray.runtime.on_ray.fork_server import fork_server
-folder = pathlib.Path(sys.argv[1])
-with fork_server(folder / "sockets") as variables:
+WORKER = f"""
     command = [sys.executable, {WORKER_PROGRAM!r}, str(folder / "waits.py"), "--language=PYTHON"]
     program = subprocess.Popen(command, env=os.environ | variables, stdout=subprocess.PIPE, text=True)
     fork = int(program.stdout.readline())
@@ -162,61 +179,69 @@ with fork_server(folder / "sockets") as variables:
     print(fork, flush=True)
     sys.stdin.read()
 """
-
-
-FORKED = """
-import os
+DRIVER = f"""
+import os, pathlib, signal, subprocess, sys
+from cfl_ray.runtime.on_ray.fork_server import fork_server
+folder = pathlib.Path(sys.argv[1])
+with fork_server(folder / "sockets") as variables:
+{WORKER}
+"""
+FORKED_DRIVER = f"""
+import gc, os, resource
+import cfl_ray.cli.run_commands
 from cfl_ray.system.variables import ONE_THREAD
 from cfl_ray.runtime.on_ray.fork_server import forkable_imports
+gc.set_threshold(50_000)
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 before = dict(os.environ)
 with forkable_imports():
     import cfl_ray.lifecycle.launch
 assert os.environ == before
 os.environ |= ONE_THREAD
-"""
-
-
-@pytest.mark.parametrize("begins, killed", [("", True), ("", False), (FORKED, True)])
-def test_it_ends_with_its_driver_and_leaves_no_file_and_no_fork(begins, killed, tmp_path):
-    (tmp_path / "waits.py").write_text("import os, time; print(os.getpid(), flush=True); time.sleep(600)")
-    (sockets := tmp_path / "sockets").mkdir()
-    driver = subprocess.Popen(
-        [sys.executable, "-c", begins + DRIVER, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    fork = psutil.Process(int(driver.stdout.readline()))
-    server = fork.parent()
-    assert list(sockets.iterdir())
-    assert (server.cmdline()[1] == "-c") == bool(begins)
-    if killed:
-        driver.kill()
-    driver.communicate()
-    server.wait(60)
-    fork.wait(60)
-    assert not list(sockets.iterdir())
-
-
-FORKED_DRIVER = f"""
-import gc, resource
-import cfl_ray.cli.run_commands
-gc.set_threshold(50_000)
-resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-{FORKED}
-import pathlib, subprocess, sys
+import pathlib, signal, subprocess, sys
 from cfl_ray.runtime.on_ray.fork_server import fork_server
 folder = pathlib.Path(sys.argv[1])
 os.environ |= {{"RAY_AUTH_MODE": "token", "MLFLOW_TRACKING_URI": ""}}
-with fork_server(folder) as variables:
+with fork_server(folder / "sockets") as variables:
     for _ in range(2):
         command = [sys.executable, {WORKER_PROGRAM!r}, str(folder / "about.py"), "--node-id=5", "--language=PYTHON"]
         subprocess.run(command, env=os.environ | variables | {{"RAY_JOB_ID": "ffffffff"}}, stdin=subprocess.DEVNULL)
+{WORKER}
 """
 
 
-def test_a_program_that_begins_is_forked(tmp_path):
-    (tmp_path / "about.py").write_text(ABOUT)
+def assert_it_ends_with(driver, fork, folder, is_forked):
+    """After a kill of the driver there is no fork server, no file and no fork, not even a halted one."""
+    server = fork.parent()
+    assert list((folder / "sockets").iterdir())
+    assert (server.cmdline()[1] == "-c") == is_forked
+    driver.kill()
+    driver.communicate()
+    server.wait(60)
+    fork.wait(60)
+    assert not list((folder / "sockets").iterdir())
+
+
+@pytest.fixture
+def start_driver(tmp_path):
+    """Returns a function that starts a program, which prints what its workers print."""
+    for name, source in (("about.py", ABOUT), ("waits.py", WAITS)):
+        (tmp_path / name).write_text(source)
+    (tmp_path / "sockets").mkdir()
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return lambda source, **options: subprocess.Popen([sys.executable, "-c", source, tmp_path], **pipes, **options)
+
+
+def test_it_ends_with_its_killed_driver_and_leaves_no_file_and_no_fork(start_driver, tmp_path):
+    driver = start_driver(DRIVER)
+    fork = psutil.Process(int(driver.stdout.readline()))
+    assert_it_ends_with(driver, fork, tmp_path, is_forked=False)
+
+
+def test_a_program_that_begins_is_forked(start_driver, tmp_path):
     environment = {name: value for name, value in os.environ.items() if "THREADS" not in name}
-    command = [sys.executable, "-c", FORKED_DRIVER, tmp_path]
-    first, second = map(json.loads, subprocess.check_output(command, env=environment, timeout=100).splitlines())
+    driver = start_driver(FORKED_DRIVER, env=environment)
+    first, second, fork = (json.loads(driver.stdout.readline()) for _ in range(3))
     usual = subprocess.check_output(
         [sys.executable, tmp_path / "about.py"], env=environment | {"RAY_JOB_ID": ""}, stdin=subprocess.DEVNULL
     )
@@ -228,7 +253,8 @@ def test_a_program_that_begins_is_forked(tmp_path):
         assert worker["own group"] and worker["arguments"] == [str(tmp_path / "about.py"), "--node-id=5"]
         assert "-c" in worker["parent's command"], "the fork server is a fork of the program"
     assert first["draw"] != second["draw"]
-    assert [path.name for path in tmp_path.iterdir()] == ["about.py"]
+    assert_it_ends_with(driver, psutil.Process(fork), tmp_path, is_forked=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["about.py", "sockets", "waits.py"]
 
 
 @pytest.mark.parametrize("earlier", ["torch", "ray"])

@@ -31,12 +31,13 @@ def methods(request):
 def whole(experiment, methods):
     """Methods with clients that join, leave, are unreachable and drop out, and all three protocols."""
 
-    def make(**changes):
+    def make(runtime=None, **changes):
         return experiment(
             methods=[{name: EARLY.get(name, {})} for name in methods],
             schedule=SCHEDULE,
             cohort=COHORT,
             evaluation={"tuned_epochs": 1},
+            runtime={"engine": "manual"} | (runtime or {}),  # less CPU; the tests below train sequentially
             **changes,
         )
 
