@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any, cast
 
@@ -373,6 +373,17 @@ class Network:
                 grads = ()
         return outputs.detach(), torch.cat([torch.zeros(0), *(grad.reshape(-1).float() for grad in grads)])
 
+    def _changed_by_backward(self) -> str | None:
+        """A buffer that a backward pass changes, on a trial batch; None if there is none, or no backward pass."""
+        params = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        with global_generators.kept(), functional_dropout.Recording(), self.dense_gradients(), torch.enable_grad():
+            outputs = self.module(self._others(_TRIAL_BATCHES[1]))
+            before = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+            with suppress(RuntimeError, ValueError):  # its training says why
+                torch.autograd.grad(outputs.sum(), params, allow_unused=True)
+        after = self.module.named_buffers()
+        return next((name for name, buffer in after if not torch.equal(buffer, before[name])), None)
+
     def _why_only_sequential(self) -> str | None:
         changed = self._effects.changed
         if self._draws_in_python:
@@ -385,6 +396,8 @@ class Network:
         for name in self.spec.names[: self.spec.num_params]:
             if name in changed:
                 return f"its forward pass changes the parameter {name}"
+        if changed and (buffer := self._changed_by_backward()):
+            return f"its backward pass changes the buffer {buffer}, as checkpoints do that repeat forward passes"
         if hooked := with_gradient_hooks(self.module):
             return f"its parameter {hooked[0]} has a gradient hook"
         for name, _ in self.module.named_buffers():

@@ -9,6 +9,7 @@ from closeness import close
 from federations import uneven
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from training_tasks import by_torch, results, rows, tasks_of
 
 from cfl_ray import Experiment, federation_from_arrays, simulate
@@ -173,6 +174,24 @@ def test_hooks_of_gradients_act_beside_frozen_parameters():
     task = tasks_of(network, [8], replace(LOCAL, weight_decay=0))[0]
     moved = network.spec.tensors(rows(sequential, network, [task])[0] - task.start_P)["1.weight"]
     assert not moved[:, ::2].any() and moved[:, 1::2].any()
+
+
+class Checkpointed(nn.Sequential):
+    def forward(self, x):
+        return self[1](checkpoint(self[0], x, use_reentrant=False))
+
+
+def checkpointed():
+    return Checkpointed(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh()), nn.Linear(6, 3))
+
+
+def test_checkpoints_update_batch_statistics_twice_as_in_pytorch():
+    """The backward pass repeats the forward pass, also the update of running means."""
+    network = Network(checkpointed, (6,))
+    tasks = tasks_of(network, [8], LOCAL)
+    assert close(rows(sequential, network, tasks)[0], by_torch(checkpointed, network, tasks[0])[0], 1e-5)
+    for engine in (manual, vectorised):
+        assert "its backward pass changes the buffer 0.1.running_mean" in engine.why_not(network, tasks)
 
 
 def test_hooks_of_accumulated_gradients_are_refused():
