@@ -11,7 +11,7 @@ from cfl_ray import Experiment, federation_from_arrays, resume, run, simulate
 from cfl_ray.engine.failure import naming_client
 from cfl_ray.errors import Interrupted, RunError, UserError, class_and_text, counted, notes_of
 from cfl_ray.plugins.calling import call_plugin
-from cfl_ray.tracking import read_records
+from cfl_ray.tracking import delivery, read_records
 
 PARTS = """
 import os
@@ -267,6 +267,7 @@ def parts(tmp_path, monkeypatch):
     (tmp_path / "parts.py").write_text(PARTS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FAILS", "")
+    monkeypatch.setattr(delivery, "PAUSES_AT_END_SECONDS", (0.01,) * len(delivery.PAUSES_AT_END_SECONDS))
     return tmp_path
 
 

@@ -89,7 +89,10 @@ def repeats_later(number: int, frame: FrameType | None) -> bool:
 
 def _repeat(number: int) -> None:
     time.sleep(0.01)
-    _thread.interrupt_main(signal.Signals(number))
+    # a signal, unlike `_thread.interrupt_main`, also wakes a main thread that sleeps or waits by then
+    main = threading.main_thread().ident
+    assert main is not None, "it runs"
+    signal.pthread_kill(main, number)
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

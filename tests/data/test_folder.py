@@ -24,9 +24,10 @@ def cache(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def remote(planned, cache, tmp_path):
-    """A federation on a filesystem that is not this machine's, and the same one beside it on disk."""
+def remote(planned, cache, tmp_path, monkeypatch):
+    """A federation on a filesystem that is not this machine's, read without long pauses, and the same one on disk."""
     pytest.importorskip("fsspec")
+    monkeypatch.setattr(folder_module, "_PAUSES", (0.001, 0.002, 0.004))
     uri = f"fsspec+memory://bucket/{tmp_path.name}"
     plan = planned(clients=5)
     for folder in (uri, tmp_path / "local"):

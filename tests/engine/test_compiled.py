@@ -112,11 +112,13 @@ def test_it_equals_sequential_for_each_architecture(factory, shape):
         LocalSGD(batch_size=4, epochs=2, momentum=0.9, weight_decay=0.01, persist=True),
         LocalSGD(batch_size=4, epochs=2, clip_norm=0.1, drop_last=True),
         LocalSGD(batch_size=4, epochs=2, step_schedule=resolve_schedule("local.step_schedule", "cosine")),
-        LocalSGD(batch_size=4, epochs=2, lr=0.05, optimizer=resolve_optimizer("adamw", {"weight_decay": 0.1})),
+        LocalSGD(batch_size=4, epochs=2, lr=0.05),
     ],
     ids=["momentum", "clipped", "schedule", "adamw"],
 )
-def test_it_equals_sequential_for_each_kind_of_step(local):
+def test_it_equals_sequential_for_each_kind_of_step(local, request):
+    if request.node.callspec.id == "adamw":  # not where tests are collected: PyTorch's optimisers import its compiler
+        local = replace(local, optimizer=resolve_optimizer("adamw", {"weight_decay": 0.1}))
     network = Network(with_dropout, FLAT)
     assert_same(network, tasks_of(network, SIZES, local, [(0.1, None), (0.05, None, 0.5, 2)]), compiled)
 

@@ -65,7 +65,8 @@ def begin(digits):
 
 
 def begun(setup, label, directory, session="here"):
-    worker = setup.worker()
+    engine = setup.experiment.runtime.engine
+    worker = setup.worker(engine="manual" if engine == "auto" else engine)
     store = checkpoint_store(setup, directory, label)
     loop = RoundLoop(setup, label, worker.network, InProcessBackend(worker), store, session)
     loop.reports = loop.rounds()
