@@ -292,29 +292,18 @@ def test_a_long_table_is_cut_at_a_row_and_the_run_ends(sqlite, tmp_path, runs):
     assert run.info.status == "FINISHED" and len(run.data.metrics) == 150
 
 
-def test_two_processes_create_the_same_store_at_the_same_time(
-    tmp_path, runs, sqlite, one_mlflow_store, monkeypatch, capfd
-):
-    """Another one and this one, which have both imported MLflow (this one for the store `sqlite`)."""
+def test_two_processes_create_the_same_store_at_the_same_time(tmp_path, runs):
     script = (
-        "import sys, mlflow; from cfl_ray.tracking import *; print('ready', flush=True)\n"
-        "log = RunLog('one', {'mlflow': Mlflow(sys.argv[1], 'parallel')}, finish_seconds=200)\n"
-        "log.start(RunInfo('one')); log.log(RoundRecord(1, {'accuracy': 0.5})); log.finish('FINISHED', {})"
+        "import sys; from cfl_ray.tracking import *; uri, name = sys.argv[1:]\n"
+        "tracker = RunLog(name, {'mlflow': Mlflow(uri, 'parallel')}, finish_seconds=200)\n"
+        "tracker.start(RunInfo(name)); tracker.log(RoundRecord(1, {'accuracy': 0.5})); tracker.finish('FINISHED', {})"
     )
-    monkeypatch.setattr(adapter, "_create_store", one_mlflow_store)
     uri = f"sqlite:///{tmp_path}/runs/new.db"
+    command = [sys.executable, "-c", script, uri]
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": tmp_path, "env": environment}
-    capfd.readouterr()
-    process = subprocess.Popen([sys.executable, "-c", script, uri], **pipes)
-    assert process.stdout.readline() == "ready\n"
-    assert not (tmp_path / "runs/new.db").exists()
-    log = RunLog(tmp_path / "two", {"mlflow": Mlflow(uri, "parallel")}, finish_seconds=200)
-    log.start(RunInfo("two"))
-    log.log(RoundRecord(1, {"accuracy": 0.5}))
-    log.finish("FINISHED", {})
-    assert process.communicate()[0] == ""  # neither MLflow nor alembic prints
-    assert capfd.readouterr() == ("", "")
+    processes = [subprocess.Popen([*command, name], **pipes) for name in ("one", "two")]
+    assert [process.communicate()[0] for process in processes] == ["", ""]  # neither MLflow nor alembic prints
     assert {(run.info.run_name, run.info.status, len(run.histories["accuracy"])) for run in runs(uri, "parallel")} == {
         ("one", "FINISHED", 1),
         ("two", "FINISHED", 1),
