@@ -161,12 +161,13 @@ def recordings_of(network: Network, task: TrainingTask) -> list[Recorded | str]:
     first = _recorded_of(network, task, steps, batch)
     if isinstance(first, str):
         return [first]
+    second: Recorded | str = ""
     if first.recording.counts.products > _FEW_PRODUCTS:
-        smaller = 0 < task.last_batch < batch
-        return [first, _recorded_of(network, task, steps, task.last_batch)] if smaller else [first]
-    if steps is None or task.steps < _UNROLLED or network.random_forward:
-        return [first]
-    return [first, _recorded_of(network, task, replace(steps, count=_UNROLLED), batch)]
+        if 0 < task.last_batch < batch:
+            second = _recorded_of(network, task, steps, task.last_batch)
+    elif steps is not None and task.steps >= _UNROLLED and not network.random_forward:
+        second = _recorded_of(network, task, replace(steps, count=_UNROLLED), batch)
+    return [first, second] if isinstance(second, Recorded) else [first]  # the first one serves all batches
 
 
 def _recorded_of(network: Network, task: TrainingTask, steps: Steps | None, batch: int) -> Recorded | str:
@@ -323,10 +324,12 @@ class _Inputs:
         index_B = np.arange(len(task.y)) if index is None else np.asarray(index)
         real = len(index_B)
         size = self.full if full else self._size(real)
-        weight_B = self._mean.get(real, torch.full((real,), 1 / real)) if size == real else torch.zeros(size)
         if real < size:
+            weight_B = torch.zeros(size)
             index_B = np.pad(index_B, (0, size - real), mode="edge")
             weight_B[:real] = 1 / real
+        else:
+            weight_B = self._mean[real] if real in self._mean else torch.full((real,), 1 / real)
         weight_n = task.held.weight_n
         return index_B, weight_B if weight_n is None else weight_B * weight_n[torch.from_numpy(index_B)]
 

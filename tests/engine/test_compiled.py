@@ -163,6 +163,17 @@ def test_last_batches_that_fit_have_a_second_program(factory, shape, local, size
     assert runs == sizes, "a last batch of one sample is filled to two, one of three to four, or none of them is"
 
 
+def test_last_batches_without_a_recording_are_filled(monkeypatch):
+    """For fewer samples the compiler may gain nothing."""
+    monkeypatch.setattr(compiled, "_FEW_PRODUCTS", 0)
+    recorded = compiled._recorded_of
+    monkeypatch.setattr(compiled, "_recorded_of", lambda *of: "no gain" if of[3] == 2 else recorded(*of))
+    network = Network(Mixer, IMAGE)
+    tasks = tasks_of(network, SIZES, SGD, last_batch=2)
+    assert len(compiled.recordings_of(network, tasks[0])) == 1
+    assert_same(network, tasks, compiled)
+
+
 def test_large_matrices_of_attention_are_left_to_pytorchs_kernel(monkeypatch):
     def kernels(limit):
         monkeypatch.setattr(compiled, "_ATTENDED", limit)
