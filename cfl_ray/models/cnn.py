@@ -2,12 +2,14 @@
 
 from torch import nn
 
+from cfl_ray.models.image_shape import image_shape
+
 
 def _two_convolutions(
-    input_shape: tuple[int, ...], first: int, second: int, batch_norm: bool = False
+    network: str, input_shape: tuple[int, ...], first: int, second: int, batch_norm: bool = False
 ) -> tuple[list[nn.Module], int]:
     """Two 5x5 convolutions without padding, each with ReLU and pooling, and flattening; the size of the output."""
-    channels, height, width = input_shape
+    channels, height, width = image_shape(network, input_shape, least=16)
     layers = [
         nn.Conv2d(channels, first, 5),
         *([nn.BatchNorm2d(first)] if batch_norm else []),
@@ -29,7 +31,7 @@ def lenet5(input_shape: tuple[int, ...], num_classes: int, projection: int = 0, 
     projection: outputs of a projection head before the last layer (MOON: 256); 0: none.
     batch_norm: BatchNorm after each convolution (FL-bench).
     """
-    convolutions, size = _two_convolutions(input_shape, 6, 16, batch_norm)
+    convolutions, size = _two_convolutions("lenet5", input_shape, 6, 16, batch_norm)
     head = [nn.Linear(84, 84), nn.ReLU(), nn.Linear(84, projection)] if projection else []
     return nn.Sequential(
         *convolutions,
@@ -47,7 +49,7 @@ def femnist_cnn(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
 
     1,206,590 parameters on 1x28x28 with 62 classes.
     """
-    channels, height, width = input_shape
+    channels, height, width = image_shape("femnist_cnn", input_shape, least=6)
     network = nn.Sequential(
         nn.Conv2d(channels, 32, 3),
         nn.ReLU(),
@@ -74,7 +76,7 @@ def leaf_cnn(input_shape: tuple[int, ...], num_classes: int, hidden: int = 512) 
 
     582,026 parameters on 1x28x28 and 878,538 on 3x32x32, with 10 classes.
     """
-    convolutions, size = _two_convolutions(input_shape, 32, 64)
+    convolutions, size = _two_convolutions("leaf_cnn", input_shape, 32, 64)
     return nn.Sequential(*convolutions, nn.Linear(size, hidden), nn.ReLU(), nn.Linear(hidden, num_classes))
 
 
@@ -84,13 +86,13 @@ def autocfl_cnn(input_shape: tuple[int, ...], num_classes: int, channels: tuple[
     channels: (20, 50) gives 33,580 parameters on MNIST, (16, 32) gives 18,378 on Fashion-MNIST and (6, 16) gives 6,882
         on CIFAR-10.
     """
-    convolutions, size = _two_convolutions(input_shape, *channels)
+    convolutions, size = _two_convolutions("autocfl_cnn", input_shape, *channels)
     return nn.Sequential(*convolutions, nn.Linear(size, num_classes))
 
 
 def digits_cnn(input_shape: tuple[int, ...], num_classes: int, channels: int = 16) -> nn.Module:
     """A small CNN for 8x8 images: one 3x3 convolution with `channels` channels, pooling, one linear layer."""
-    depth, height, width = input_shape
+    depth, height, width = image_shape("digits_cnn", input_shape, least=2)
     return nn.Sequential(
         nn.Conv2d(depth, channels, 3, padding=1),
         nn.ReLU(),

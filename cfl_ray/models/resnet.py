@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from cfl_ray.models.image_shape import image_shape
+
 
 def _block(inputs: int, outputs: int, *pool: nn.Module) -> nn.Sequential:
     """3x3 convolution, group normalisation, ReLU and, if given, pooling."""
@@ -25,8 +27,9 @@ def resnet9(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
 
     6,621,540 parameters on 3x32x32 images with 100 classes.
     """
+    channels, _, _ = image_shape("resnet9", input_shape, least=8)
     return nn.Sequential(
-        _block(input_shape[0], 64),
+        _block(channels, 64),
         _block(64, 128, nn.MaxPool2d(2)),
         _Residual(128),
         _block(128, 256, nn.MaxPool2d(2)),

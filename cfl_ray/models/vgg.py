@@ -2,6 +2,8 @@
 
 from torch import nn
 
+from cfl_ray.models.image_shape import image_shape
+
 # output channels of the convolutions in each block; a pooling layer follows each block
 _CHANNELS = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
 
@@ -12,7 +14,7 @@ def vgg16(input_shape: tuple[int, ...], num_classes: int, hidden: int = 512) -> 
     Initialised as in torchvision. hidden: width of the first two linear layers; in ImageNet's VGG16 it is 4,096, and
     the input of the first is a map of 7x7. 15,245,130 parameters on 3x32x32 images with 10 classes.
     """
-    inputs, height, width = input_shape
+    inputs, height, width = image_shape("vgg16", input_shape, least=32)
     layers: list[nn.Module] = []
     for block in _CHANNELS:
         for outputs in block:

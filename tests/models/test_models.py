@@ -132,6 +132,11 @@ def test_sizes_follow_the_images(name, size):
     assert recipe(name, {}, (2, size, size + 1), 7)()(torch.zeros(1, 2, size, size + 1)).shape == (1, 7)
 
 
+@pytest.mark.parametrize("name, size", [("lenet5", 16), ("leaf_cnn", 16), ("femnist_cnn", 6), ("digits_cnn", 2)])
+def test_the_smallest_images(name, size):
+    assert recipe(name, {}, (1, size, size), 3)()(torch.zeros(2, 1, size, size)).shape == (2, 3)
+
+
 def test_a_recipe_builds_a_new_module_every_time():
     made = recipe("mlp", {"hidden": 4}, (1, 2, 2), 3)
     assert made() is not made() and made().state_dict().keys() == made().state_dict().keys()
@@ -153,8 +158,13 @@ def test_a_factory_from_a_file(tmp_path):
         (lambda: nn.Linear(784, 10), {"wide": 5}, MNIST, r"test_models.py, .* has no option 'wide'; it has none"),
         ("mlp", {"hidden": -5}, MNIST, r"model mlp cannot be built with \(hidden=-5, .*\): RuntimeError"),
         ("mlp", {"hidden": "many"}, MNIST, r"model mlp cannot be built with \(hidden='many', .*\): TypeError"),
-        ("lenet5", {}, (1, 8, 8), r"model lenet5 does not take samples of shape \(1, 8, 8\)"),
-        ("lenet5", {}, (64,), r"model lenet5 cannot be built with \(input_shape=\(64,\), .*\): ValueError"),
+        ("lenet5", {}, (1, 16, 15), r"lenet5 takes .* at least 16, got samples of shape \(1, 16, 15\); .* enlarge them"),
+        ("leaf_cnn", {}, (28, 28), r"leaf_cnn takes .* of shape \(28, 28\); .* x\[:, None\]"),
+        ("autocfl_cnn", {}, (28, 30, 3), r"autocfl_cnn takes .* of shape \(28, 30, 3\); .* x.transpose\(0, 3, 1, 2\)"),
+        ("femnist_cnn", {}, (1, 5, 6), r"femnist_cnn takes .* at least 6, got samples of shape \(1, 5, 6\)"),
+        ("digits_cnn", {}, (64,), r"digits_cnn takes images .* of shape \(64,\); model mlp takes numbers of any shape"),
+        ("resnet9", {}, (32, 32, 3), r"resnet9 takes .* at least 8, .* x.transpose\(0, 3, 1, 2\)"),
+        ("vgg16", {}, (3, 31, 32), r"vgg16 takes .* at least 32, got samples of shape \(3, 31, 32\)"),
         (lambda: nn.Linear(784, 10), {}, MNIST, r"does not take samples of shape \(1, 28, 28\)"),
         (lambda: nn.BatchNorm1d(10), {}, MNIST, r"does not take samples of shape \(1, 28, 28\): ValueError"),
         (
