@@ -5,6 +5,7 @@ Ids and labels are text as the file has it: 007 is not 7. Errors name the file, 
 
 import codecs
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,8 +32,8 @@ _OTHERS = {  # first bytes of files that are no tables here, and how such a file
     b"PK\x03\x04": "a zip archive, as Excel (.xlsx) writes it; pandas.read_excel(FILE).to_parquet(...) converts it",
     b"\xd0\xcf\x11\xe0": "an old Excel file (.xls); save it as CSV",
     b"\x93NUMPY": "an array of NumPy; use source arrays (numpy.savez)",
-    b"SQLite format 3": "an SQLite database; export the table as CSV",
-    b"\x89HDF": "an HDF5 file; pandas.read_hdf(FILE).to_parquet(...) converts it",
+    b"SQLite format 3": "an SQLite database; pandas.read_sql(QUERY, sqlite3.connect(FILE)).to_parquet(...) converts it",
+    b"\x89HDF": "an HDF5 file; return its arrays from a function my.py:load (h5py, or pandas.read_hdf)",
     b"{": "JSON; pandas.read_json(FILE, lines=True).to_parquet(...) converts lines of JSON",
     b"[": "JSON; pandas.read_json(FILE).to_parquet(...) converts it",
     b"<": "HTML or XML; get the file itself, or save the table as CSV",
@@ -40,6 +41,8 @@ _OTHERS = {  # first bytes of files that are no tables here, and how such a file
 }
 _PACKED = {b"\x1f\x8b": ".gz", b"BZh": ".bz2", b"\x28\xb5\x2f\xfd": ".zst", b"\xfd7zXZ": ".xz"}
 _MARKS = {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}  # byte order marks
+FILENAME = "filename"  # an id that is the name of the file, if the file has no such column
+_SUFFIXES = r"(\.csv|\.tsv|\.txt|\.parquet)?(\.gz|\.bz2|\.zst)?$"
 _INTEGER = r"^\s*(0|-?[1-9][0-9]*)\s*$"  # an integer as programs write it, without leading zeros or a sign +
 
 
@@ -72,8 +75,23 @@ def read_rows(file: Path, csv: CsvFormat = COMMON, ids: Sequence[str] = (), labe
     table = plain_table(table)
     for name, value in _folder_columns(file).items():
         if name in (*ids, *labels) and name not in table.column_names:
-            table = table.append_column(name, _of_folder(value, table.num_rows))
+            table = table.append_column(name, _of_path(value, table.num_rows))
     return table
+
+
+def with_filenames(tables: dict[Path, pa.Table]) -> dict[Path, pa.Table]:
+    """The tables of a part with the column FILENAME, if they have none: paths below their folder, without suffixes."""
+    folder = os.path.commonpath([file.parent for file in tables])
+    paths = {file: file.relative_to(folder).as_posix() for file in tables}
+    names = {file: re.sub(_SUFFIXES, "", path) for file, path in paths.items()}
+    if len(set(names.values())) < len(names):  # 3.csv and 3.parquet
+        names = paths
+    return {
+        file: table
+        if FILENAME in table.column_names
+        else table.append_column(FILENAME, _of_path(names[file], table.num_rows))
+        for file, table in tables.items()
+    }
 
 
 def _folder_columns(file: Path) -> dict[str, str]:
@@ -82,7 +100,7 @@ def _folder_columns(file: Path) -> dict[str, str]:
     return {unquote(name): unquote(value) for name, _, value in parts}
 
 
-def _of_folder(value: str, rows: int) -> pa.Array:
+def _of_path(value: str, rows: int) -> pa.Array:
     missing = value == "__HIVE_DEFAULT_PARTITION__"
     typed: Any = None if missing else int(value) if re.match(_INTEGER, value) else value
     return pa.repeat(pa.scalar(typed, pa.int64() if isinstance(typed, int) else pa.string()), rows)

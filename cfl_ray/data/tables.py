@@ -42,7 +42,7 @@ from cfl_ray.data.columns import (
 from cfl_ray.data.data_set import DataSet
 from cfl_ray.data.decoding import Decoder
 from cfl_ray.data.index_columns import FEWEST, counting_columns, index_columns
-from cfl_ray.data.table_files import COMMON, CsvFormat, read_rows
+from cfl_ray.data.table_files import COMMON, FILENAME, CsvFormat, read_rows, with_filenames
 from cfl_ray.errors import DataError, did_you_mean
 
 
@@ -87,6 +87,9 @@ def read_csv(
     as_text = labels if targets == "class" else []
     times = [] if columns.time is None else [columns.time]
     tables = {file: read_rows(file, csv, ids, as_text) for file in (*train, *test)}
+    if FILENAME in ids:
+        for files in filter(None, (train, test[: len(test) - len(validation)], validation)):
+            tables |= with_filenames({file: tables[file] for file in files})
     for name in as_text:
         hf_disk.check_class_names({file: table.schema for file, table in tables.items()}, name)
     given = {*labels, *ids, *times, *(columns.features or ())}
@@ -108,7 +111,10 @@ def read_csv(
     if not columns.features:
         warnings += _label_copies(parts[0][0], features, data_set)
     warnings += shared_rows(parts, data_set)
-    return replace(data_set, warnings=(*data_set.warnings, *dict.fromkeys(warnings)))
+    notes = []
+    if len(train) > 1 and columns.client is None:
+        notes = [f"{parts[0][0]}: read as one table; data.columns.client: {FILENAME} makes each file a client"]
+    return replace(data_set, notes=tuple(notes), warnings=(*data_set.warnings, *dict.fromkeys(warnings)))
 
 
 def shared_rows(parts: list[Named], data_set: DataSet) -> list[str]:

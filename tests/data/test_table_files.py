@@ -138,6 +138,26 @@ class TestIds:
         with pytest.raises(DataError, match="column 'shop' is empty"):
             read(tmp_path, train_files="**/*.parquet")
 
+    def test_that_are_names_of_files(self, tmp_path):
+        columns = {"label": "kind", "client": "filename"}
+        for folder, name, rows in (
+            ("train", "10.csv", "1,0\n2,1\n"),
+            ("train", "9.csv.gz", "3,0\n"),
+            ("test", "9.csv", "4,1\n"),
+        ):
+            text = f"a,kind\n{rows}".encode()
+            written(tmp_path / folder, gzip.compress(text) if name.endswith(".gz") else text, name)
+        files = {"train_files": "train/*", "test_files": "test/*"}
+        images = read(tmp_path, columns, **files)
+        assert images.client.tolist() == [10, 10, 9] and images.shape == (1,) and not images.notes
+        (note,) = read(tmp_path, {"label": "kind"}, **files).notes
+        assert "train (2 files): read as one table; data.columns.client: filename makes each" in note
+        written(tmp_path / "train", "a,kind\n5,1\n", "9.csv")  # then suffixes tell them apart
+        assert read(tmp_path, columns, **files).client.tolist() == ["10.csv", "10.csv", "9.csv", "9.csv.gz"]
+        for site in "xy":
+            written(tmp_path / "sites" / site, f"a,kind\n{ord(site)},1\n", "data.csv")
+        assert read(tmp_path / "sites", columns, train_files="*/data.csv").client.tolist() == ["x/data", "y/data"]
+
 
 class TestLabels:
     @pytest.mark.parametrize(
