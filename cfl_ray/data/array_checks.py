@@ -114,18 +114,21 @@ def _first(rows: np.ndarray) -> int | None:
     return int(rows.argmax()) if rows.any() else None
 
 
+_REAL = "set task: regression to learn numbers (federation_from_arrays: and targets='real')"
+
+
 def _remedy_of_labels(name: str, y: np.ndarray) -> str:
     if y.ndim == 1 and (row := _first(_missing(y))) is not None:
         return f"it is {y[row]} in row {row}: leave samples without a label out"
     if y.dtype.kind == "f" and y.ndim == 1 and (row := _first(y != np.floor(y))) is not None:
-        return f"it is {y[row]} in row {row}: set task: regression to learn numbers"
+        return f"it is {y[row]} in row {row}: {_REAL}"
     if y.dtype.kind in "USO" and y.ndim == 1:
         return "numpy.unique(..., return_inverse=True)[1] numbers words"
     if y.ndim == 2 and y.shape[1] == 1:
         return f"write {name}[:, 0]"
     if y.ndim == 2:
         return f"{name}.argmax(1) makes labels of one-hot rows; task multi_label learns several labels per sample"
-    return f"convert them, e.g. {name}.astype(int), or set task: regression to learn numbers"
+    return f"convert them, e.g. {name}.astype(int), or {_REAL}"
 
 
 def targets_of(name: str, values: Array, targets: str) -> np.ndarray:

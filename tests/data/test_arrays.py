@@ -103,7 +103,10 @@ def nan_in_row_7():
         ({"x": np.zeros((0, 3), np.uint8), "y": [], "clients": []}, r"x must be \(n, \*input\) with n >= 1"),
         ({"x": Y}, r"x must be \(n, \*input\)"),
         ({"y": Y - 1}, "y has the negative label -1 in row 0"),
-        ({"y": Y / 2}, r"y must be integers .* float64 of shape \(40,\); it is 0.5 in row 1: set task: regression"),
+        (
+            {"y": Y / 2},
+            r"y must be integers .* float64 of shape \(40,\); it is 0.5 in row 1: set task: regression .*targets=.real",
+        ),
         ({"y": np.where(Y == 2, np.nan, Y)}, "it is nan in row 2: leave samples without a label out"),
         ({"y": Y * 1.0}, r"convert them, e.g. y.astype\(int\), or set task: regression"),
         ({"y": np.array([*"abc", None] * 10, object)}, "it is None in row 3: leave samples without a label out"),
