@@ -1,8 +1,8 @@
 """The rule of `runtime.engine: auto`: the cost of a local step with each engine, from facts that are counted.
 
-Costs are microseconds of a step for one client. Their constants are fitted to times on one core of an AMD EPYC, such as those of `python -m jobs.benchmarks engines`
-(docs/performance.md#the-choice-of-an-engine). No time is measured in a run: equal facts give the same engine on every
-machine.
+Costs are microseconds of a step for one client. Their constants are fitted to times on one core of an AMD EPYC, such as
+those of `python -m jobs.benchmarks engines` (docs/performance.md#the-choice-of-an-engine). No time is measured in a
+run: equal facts give the same engine on every machine.
 """
 
 from collections.abc import Mapping, Sequence

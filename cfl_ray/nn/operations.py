@@ -26,7 +26,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 # on those of LeNet-5 for CIFAR-10 in batches of 32, they have 60 to 100 GFLOP/s instead of 13 to 40.
 _SMALL = 1_000_000  # multiplications
 _LEAST_PART = 128  # values of a line, below which its products are not divided
-_KEPT_SHAPES = 8  # of inputs
+_KEPT_SHAPES = 100  # of inputs: batches of any size in `outputs`
 _MANY = 1 << 14  # values from which PyTorch's elementwise functions are faster than NumPy's, for all their longer calls
 
 
@@ -43,8 +43,9 @@ class Buffers:
         if view is not None:
             return view
         size = math.prod(shape)
-        if name not in self.memory or len(self.memory[name]) < size:
-            self.memory[name] = torch.empty(size)  # by PyTorch, which aligns it to cache lines
+        before = len(self.memory[name]) if name in self.memory else 0
+        if before < size:  # at least doubled, since kept views hold the memory of before
+            self.memory[name] = torch.empty(max(size, 2 * before))  # by PyTorch, which aligns it to cache lines
             self.views = {key: view for key, view in self.views.items() if key[0] != name}
         self.views[name, shape] = self.memory[name][:size].numpy().reshape(shape)
         return self.views[name, shape]

@@ -217,6 +217,10 @@ class Passes:
         features = _copy_of(values[self.features], self.wide_features).flatten(1).float()
         return features, _copy_of(values[self.output], self.wide_output)
 
+    def outputs(self, x: Tensor) -> Tensor:
+        """Outputs (B, ...) of a batch, of the pass in training."""
+        return _copy_of(self.forward(self.arranged(x), None, [])[self.output], self.wide_output)
+
     def run_after_first(
         self, z: Array, y_B: Array, frozen_BC: Array | None, weight_B: Array | None
     ) -> tuple[np.floating, Array]:
