@@ -5,6 +5,9 @@
 set -euo pipefail
 run=${1:?"usage: run_or_resume.sh RUN [EXPERIMENT.yaml] [SECTION.KEY=VALUE]..."}
 shift
+if [ -n "${RAY_JOB_CONFIG_JSON_ENV_VAR:-}" ] && [ "${run#/}" = "$run" ]; then
+    run=$HOME/$run # as cfl-ray takes it: the working directory of a submitted job is deleted with the job
+fi
 if [ -f "$run/config.yaml" ]; then
     exec cfl-ray resume "$run"
 fi

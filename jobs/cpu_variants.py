@@ -5,12 +5,11 @@
     python -m jobs.cpu_variants -- tests/engine              other tests than SUITES
 
 Libraries choose their kernels by the CPU when they are loaded, and kernels add in different orders. A variant sets what
-they would choose: PyTorch's instructions, those of its oneDNN and MKL, NumPy's and SciPy's OpenBLAS kernels, the number
-of threads, and the library of narrow products (MKL on Intel's CPUs, `nn/operations.py`). `older`, `avx2` and `avx512`
-are those of `runtime.cpu_capability`; the mixed ones together have every value at least once, most different values
-together. A test that fails in a variant has a bound without the scale of what it compares (`tests/closeness.py`), or
-found a fault. Printed: what the libraries report, and a row for each variant with the counts of its tests. Exit status
-1 if a test failed.
+they would choose: PyTorch's instructions, those of its oneDNN and MKL, NumPy's and SciPy's OpenBLAS kernels, and the
+number of threads. `older`, `avx2` and `avx512` are those of `runtime.cpu_capability`; the mixed ones together have
+every value at least once, most different values together. A test that fails in a variant has a bound without the scale
+of what it compares (`tests/closeness.py`), or found a fault. Printed: what the libraries report, and a row for each
+variant with the counts of its tests. Exit status 1 if a test failed.
 """
 
 import argparse
@@ -47,7 +46,6 @@ class Variant:
     mkl: str | None = None
     openblas: str | None = None
     threads: int = 1
-    products: str | None = None  # library of narrow products: "mkl" or "openblas"
     needs: str = "sse4_1"  # instructions of the CPU
 
     @classmethod
@@ -62,18 +60,18 @@ class Variant:
 
     def options(self) -> list[str]:
         """Of pytest (`tests/conftest.py`)."""
-        return [f"--threads={self.threads}", *([f"--products={self.products}"] if self.products else [])]
+        return [f"--threads={self.threads}"]
 
 
 VARIANTS = {
     "native": Variant(),
     "older": Variant.of("default"),
     "avx2": Variant.of("avx2", needs="avx2"),
-    "avx512": Variant.of("avx512", products="mkl", needs="avx512f"),
-    "mixed_1": Variant("default", "AVX512_CORE", "AVX2", "Zen", 2, "mkl", needs="avx512f"),
-    "mixed_2": Variant("avx2", "SSE41", "AVX512", "SkylakeX", 1, "openblas", needs="avx512f"),
-    "mixed_3": Variant("avx512", "AVX2", "COMPATIBLE", "Haswell", 2, "openblas", needs="avx512f"),
-    "mixed_4": Variant("avx2", "AVX512_CORE", "COMPATIBLE", "Zen", 1, "mkl", needs="avx512f"),
+    "avx512": Variant.of("avx512", needs="avx512f"),
+    "mixed_1": Variant("default", "AVX512_CORE", "AVX2", "Zen", 2, needs="avx512f"),
+    "mixed_2": Variant("avx2", "SSE41", "AVX512", "SkylakeX", 1, needs="avx512f"),
+    "mixed_3": Variant("avx512", "AVX2", "COMPATIBLE", "Haswell", 2, needs="avx512f"),
+    "mixed_4": Variant("avx2", "AVX512_CORE", "COMPATIBLE", "Zen", 1, needs="avx512f"),
 }
 
 

@@ -107,8 +107,6 @@ def pytest_addoption(parser):
     help = "device of the networks whose test names none (default: cpu); for tests/engine, tests/nn and tests/methods"
     parser.addoption("--device", choices=["cpu", "cuda"], default="cpu", help=help)
     parser.addoption("--threads", type=int, default=1, help="of this process; 1, as on a host (jobs/cpu_variants.py)")
-    help = "library of the narrow products of nn/operations.py; default: that of this CPU (jobs/cpu_variants.py)"
-    parser.addoption("--products", choices=["mkl", "openblas"], help=help)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -136,19 +134,6 @@ def threads(request):
     count = request.config.getoption("--threads")
     with one_thread(), threadpool_limits(limits=count):
         torch.set_num_threads(count)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def products(request):
-    """Narrow products as on another maker's CPU, if asked for."""
-    if library := request.config.getoption("--products"):
-        from cfl_ray.nn import operations
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(operations, "_MKL", library == "mkl")
-            yield
-    else:
         yield
 
 

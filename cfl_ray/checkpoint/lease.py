@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from cfl_ray.checkpoint.segments import writing
 from cfl_ray.errors import DataError, RunError
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.system.files import PRIVATE, private_folder, read_json, write_json
+from cfl_ray.system.files import lock_in_folder, private_folder, read_json, write_json
 
 _LOCK_SECONDS = 60.0  # a manifest is written in far less
 
@@ -52,8 +52,10 @@ class Lease:
                 write_json(RunDirectory(self.directory).writer, {"epoch": self.epoch, "token": self.shared.token})
 
     def check(self) -> None:
-        """Raises RunError if another process has taken the lease after this one."""
-        if (latest := self._latest()) != self.epoch:
+        """Raises RunError if another process has taken the lease after this one, or if the directory is gone."""
+        if not (latest := self._latest()):
+            raise RunError(f"{RunDirectory(self.directory).writer} is gone, so nothing more can be saved")
+        if latest != self.epoch:
             raise RunError(
                 f"another server has taken over {self.directory} (epoch {latest}; this server has {self.epoch}), so "
                 "this server must not write checkpoints any more; end it"
@@ -75,8 +77,8 @@ class Lease:
     @contextmanager
     def _lock(self) -> Iterator[None]:
         file = RunDirectory(self.directory).writer_lock
-        lock = FileLock(file, timeout=_LOCK_SECONDS, mode=PRIVATE)
         with writing(file):
+            lock = lock_in_folder(file, _LOCK_SECONDS)
             try:
                 lock.acquire()
             except Timeout:

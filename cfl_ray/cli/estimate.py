@@ -223,7 +223,7 @@ def check_machine(setup: Setup) -> None:
 
     cpus = max(runtime.hosts or 0, usable_cpus())
     try:
-        host_count(setup, {"CPU": cpus, "GPU": torch.cuda.device_count()})
+        host_count(setup, [{"CPU": cpus, "GPU": torch.cuda.device_count()}])
     except ConfigError as error:
         raise ConfigError(f"{error}; to check for a cluster, name it: RAY_ADDRESS=HEAD:6379") from None
     compute_device(setup.experiment, has_gpu=bool(runtime.gpus_per_host))

@@ -6,18 +6,22 @@ from typing import Annotated
 import typer
 
 from cfl_ray.cli.console import say
+from cfl_ray.cli.inputs import place
 from cfl_ray.errors import command, counted
 
 Folder = Annotated[
-    Path, typer.Argument(metavar="[FOLDER]", help="A run, a study, or a folder above them.", show_default=True)
+    Path,
+    typer.Argument(parser=place, metavar="[FOLDER]", help="A run, a study, or a folder above them.", show_default=True),
 ]
 _LARGEST = 3  # other files that `du` names
 _MB = 1e6
 
 
 def diff(
-    first: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.", show_default=False)],
-    second: Annotated[Path, typer.Argument(metavar="RUN", help="Another run directory.", show_default=False)],
+    first: Annotated[Path, typer.Argument(parser=place, metavar="RUN", help="Run directory.", show_default=False)],
+    second: Annotated[
+        Path, typer.Argument(parser=place, metavar="RUN", help="Another run directory.", show_default=False)
+    ],
 ) -> None:
     """Show what differs between two runs: config, code, data, versions and results. Imports no code of the runs."""
     from cfl_ray.results.difference import differences_of

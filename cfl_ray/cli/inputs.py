@@ -16,6 +16,25 @@ if TYPE_CHECKING:  # the help text does not wait for torch
 IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray in the entry point of a submitted job
 STDOUT = Path("-")  # as the value of --output
 
+
+def output_base() -> Path | None:
+    """Returns the folder that a relative `output` is in; None: the working directory.
+
+    The working directory of a submitted job is a copy that is deleted with the job.
+    """
+    return Path.home() if os.environ.get(IN_JOB) else None
+
+
+def place(argument: str | Path) -> Path:
+    """The file or folder of results that an argument names. In a submitted job it is relative to `output_base`."""
+    path, base = Path(argument), output_base()
+    return path if base is None or path == STDOUT else base / path
+
+
+RunDir = Annotated[
+    Path,
+    typer.Argument(parser=place, metavar="RUN", help="Run directory, as `cfl-ray run` printed it.", show_default=False),
+]
 File = Annotated[  # str: a Path would drop a slash of an override such as data.shards=s3://bucket/shards
     str | None,
     typer.Argument(help="Experiment as YAML; default: the built-in example, rotated digits.", show_default=False),
@@ -27,9 +46,6 @@ Overrides = Annotated[
         metavar="[SECTION.KEY=VALUE]...",
         show_default=False,
     ),
-]
-RunDir = Annotated[
-    Path, typer.Argument(metavar="RUN", help="Run directory, as `cfl-ray run` printed it.", show_default=False)
 ]
 Trust = Annotated[
     bool,
@@ -112,7 +128,7 @@ def _folder_of(argument: str) -> Path:
     """The folder that an option names. Raises BadParameter for an empty name, such as "$RUN" if RUN is not set."""
     if not argument.strip():
         raise typer.BadParameter("the name of a folder is empty; leave the option out for a new one")
-    return Path(argument)
+    return place(argument)
 
 
 def is_file(argument: str) -> bool:
@@ -153,11 +169,3 @@ def is_trusted(check: Callable[[], object], trust: bool = False) -> bool:
                 raise
             return True
     return trust
-
-
-def output_base() -> Path | None:
-    """Returns the folder that a relative `output` is in; None: the working directory.
-
-    The working directory of a submitted job is a copy that is deleted with the job.
-    """
-    return Path.home() if IN_JOB in os.environ else None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cfl_ray.cli.console import out, say, warn
-from cfl_ray.cli.inputs import STDOUT, Code, RunDir, Trust, may_import
+from cfl_ray.cli.inputs import STDOUT, Code, RunDir, Trust, may_import, place
 from cfl_ray.errors import ConfigError, command
 
 if TYPE_CHECKING:
@@ -96,7 +96,8 @@ def stop(run_dir: RunDir) -> None:
 
 def table(
     run_dirs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Folders of runs or studies.", show_default=False)
+        list[Path],
+        typer.Argument(parser=place, metavar="RUN...", help="Folders of runs or studies.", show_default=False),
     ],
     metric: Annotated[
         list[str] | None, typer.Option(help="Metric to show; can be repeated.", show_default=False)
@@ -246,11 +247,16 @@ def _print_table(
 def report(
     run_dirs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN...", help="Folders of runs or studies, or folders above them.", show_default=False),
+        typer.Argument(
+            parser=place,
+            metavar="RUN...",
+            help="Folders of runs or studies, or folders above them.",
+            show_default=False,
+        ),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="File of the page; -: standard output.")] = Path(
-        "report.html"
-    ),
+    output: Annotated[
+        Path, typer.Option("--output", "-o", parser=place, metavar="PATH", help="File of the page; -: standard output.")
+    ] = Path("report.html"),
     against: Annotated[
         Path | None, typer.Option(help="File of published tables (YAML) to compare with.", show_default=False)
     ] = None,
@@ -284,9 +290,16 @@ def report(
 def figure(
     run_dirs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN...", help="Folders of runs or studies, or folders above them.", show_default=False),
+        typer.Argument(
+            parser=place,
+            metavar="RUN...",
+            help="Folders of runs or studies, or folders above them.",
+            show_default=False,
+        ),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the files.")] = Path("figures"),
+    output: Annotated[
+        Path, typer.Option("--output", "-o", parser=place, metavar="PATH", help="Folder of the files.")
+    ] = Path("figures"),
     style: Annotated[str, typer.Option("--format", help="pdf or svg.")] = "pdf",
     metric: Annotated[
         list[str] | None,
@@ -351,7 +364,10 @@ def _curves_of(experiment: "ReportedExperiment") -> list[str]:
 def export(
     run_dir: RunDir,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="File: .safetensors, .pt or .onnx.", show_default=False)
+        Path,
+        typer.Option(
+            "--output", "-o", parser=place, metavar="PATH", help="File: .safetensors, .pt or .onnx.", show_default=False
+        ),
     ],
     method: Annotated[
         str | None, typer.Option(help="Method of the run; not needed if it has only one.", show_default=False)

@@ -26,6 +26,8 @@ def run(
     replay: Annotated[
         Path | None,
         typer.Option(
+            parser=inputs.place,
+            metavar="RUN",
             help="Another run of this config, whose requests to join and leave are repeated in the same rounds.",
             show_default=False,
         ),
@@ -33,6 +35,7 @@ def run(
     extend: Annotated[
         Path | None,
         typer.Option(
+            parser=inputs.place,
             metavar="RUN",
             help="A run of this config with fewer rounds: this run begins with a copy of them.",
             show_default=False,
@@ -156,6 +159,7 @@ def launch(
     extend: Annotated[
         Path | None,
         typer.Option(
+            parser=inputs.place,
             metavar="FOLDER",
             help="The folder of this study with fewer rounds: runs begin with a copy of those there.",
             show_default=False,
@@ -202,7 +206,6 @@ def run_all(
     from cfl_ray.study.study_plan import ALL
 
     only = only or ALL
-    folder, extend = (None if path is None else (inputs.output_base() or Path()) / path for path in (folder, extend))
     if dry_run:
         runs, root = plan_study(study, folder, only)
         for run in runs:

@@ -20,6 +20,14 @@ BACKENDS: Registry[Any] = Registry(
 )
 
 
+_SMALLEST_SHARE = 1e-4  # in which Ray counts CPUs and GPUs
+
+
+def hosts_on_gpu(share: float) -> int:
+    """Number of hosts with this share of a GPU that one GPU has room for."""
+    return int(1 / share + 1e-9)
+
+
 class RuntimeConfig(ConfigSection):
     """The processes of a run."""
 
@@ -131,6 +139,13 @@ class RuntimeConfig(ConfigSection):
     def _check_backend(cls, value: Any) -> Any:
         name = next(iter(value)) if isinstance(value, dict) and len(value) == 1 else value
         check_name(name, BACKENDS.kind, BACKENDS.builtin, BACKENDS.group)
+        return value
+
+    @field_validator("gpus_per_host", "cpus_per_host")
+    @classmethod
+    def _check_share(cls, value: float) -> float:
+        if 0 < value < _SMALLEST_SHARE:
+            raise ValueError(f"the smallest share is {_SMALLEST_SHARE:.4f}, got {value:g}")
         return value
 
     @model_validator(mode="after")

@@ -179,6 +179,8 @@ def facts_of(
         recurrent=network.recurrent,
         operations=max(len(operations), 1),
         differentiated=sum(isinstance(operation, Differentiated) for operation in operations),
+        convolved=counts.convolved,
+        narrow=not network.wide,
     )
     # last, because it records a step
     reason = why_not_compile(facts, compiling) or ENGINES[COMPILED].why_not(network, tasks)

@@ -23,6 +23,7 @@ from cfl_ray.engine.open_chunk import Arrays, OpenChunk
 from cfl_ray.engine.task import TrainingResult, TrainingTask
 from cfl_ray.engine.validation import ANY_POWER, invalid_value_reason
 from cfl_ray.nn.network import Network
+from cfl_ray.nn.outputs import outputs_of, outputs_of_row
 from cfl_ray.nn.pooling import FastPooling
 
 
@@ -57,7 +58,7 @@ def _own_outputs(
     for model in range(chunk.work.num_models):
         for index, (x, y) in parts.items():
             row_P = with_client_state(chunk.row(0, model), chunk.work.client_state, chunk.stored_value(index))
-            logits = chunk.network.logits_of(row_P, x)
+            logits = outputs_of_row(chunk.network, row_P, x)
             yield model, index, logits, y.to(logits.device)
 
 
@@ -93,7 +94,7 @@ def frozen_logits(chunk: OpenChunk[Any], x_of: dict[int, Tensor]) -> dict[int, T
     if frozen is not None:
         for row in np.unique(frozen.row_M[list(x_of)]).tolist():
             chunk.network.load(chunk.row(frozen.table, row))
-            logits |= {i: chunk.network.logits(x) for i, x in x_of.items() if frozen.row_M[i] == row}
+            logits |= {i: outputs_of(chunk.network, x) for i, x in x_of.items() if frozen.row_M[i] == row}
     return logits
 
 
@@ -161,7 +162,7 @@ class ClientView:
 
     @torch.no_grad()
     def loss(self, row_P: Tensor, samples: slice = slice(None)) -> float:
-        y, outputs = self.y[samples], self.network.logits_of(row_P, self.x[samples])
+        y, outputs = self.y[samples], outputs_of_row(self.network, row_P, self.x[samples])
         return self.network.task.total_loss(outputs, y.to(outputs.device)).item() / len(y)
 
     def features(self, row_P: Tensor) -> Tensor:
@@ -193,7 +194,7 @@ class ClientView:
         return total.cpu()
 
     def outputs(self, row_P: Tensor) -> Tensor:
-        return self.network.logits_of(row_P, self.x).cpu()
+        return outputs_of_row(self.network, row_P, self.x).cpu()
 
     def train(self, row_P: Tensor, local: LocalSGD | None = None, **changes: Any) -> Tensor:
         local = replace(local or self.local, **changes)

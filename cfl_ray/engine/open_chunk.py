@@ -19,6 +19,7 @@ from cfl_ray.engine.task import TrainingResult, TrainingTask, WeighedSamples
 from cfl_ray.engine.validation import invalid_data_reason
 from cfl_ray.engine.vmap_batches import train_alone
 from cfl_ray.nn.network import Network
+from cfl_ray.nn.outputs import outputs_of
 
 Arrays = dict[str, np.ndarray]
 Row = tuple[int, int]  # of a model: table and row in it
@@ -158,8 +159,8 @@ class OpenChunk(Generic[W]):
             self.network.load(self.row(*row))
             for index in indices:
                 x, y = samples[index]
-                outputs = self.network.logits(x)
-                yield number, index, outputs, y.to(outputs.device)
+                found = outputs_of(self.network, x)
+                yield number, index, found, y.to(found.device)
 
     # ---- samples
 

@@ -1,9 +1,8 @@
 """The rule of `runtime.engine: auto`: the cost of a local step with each engine, from facts that are counted.
 
-Costs are microseconds of a step for one client, convolutions not included, which take about as long in all engines.
-Their constants are fitted to times on one core of an AMD EPYC, such as those of `python -m jobs.benchmarks engines`
-(docs/performance.md#the-choice-of-an-engine). No time is measured in a run: equal facts give the same engine on every
-machine.
+Costs are microseconds of a step for one client. Their constants are fitted to times on one core of an AMD EPYC, such as
+those of `python -m jobs.benchmarks engines` (docs/performance.md#the-choice-of-an-engine). No time is measured in a
+run: equal facts give the same engine on every machine.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,6 +27,8 @@ class Facts:
     # operations of the written-out passes, and how many of them are differentiated by autograd
     operations: int = 1
     differentiated: int = 0
+    convolved: int = 0  # multiplications of the convolutions for one sample
+    narrow: bool = False  # whether the convolutions have few channels
 
     @property
     def numbers(self) -> int:
@@ -38,6 +39,11 @@ class Facts:
     def products(self) -> float:
         """The cost of the products of a batch with the parameters, forward and for the gradients of the parameters."""
         return 2 * PRODUCT * self.batch * self.parameters
+
+    @property
+    def convolutions(self) -> float:
+        """The cost of PyTorch's convolutions of a batch, forward and for both gradients."""
+        return 3 * (_NARROW if self.narrow else _CONVOLVED) * self.batch * self.convolved
 
 
 # A step of `sequential`: PyTorch's calls forward and backward, in which the numbers are read and written.
@@ -56,6 +62,7 @@ _COMPILE, _COMPILE_OPERATION = 9, 0.018
 # The span engine has its own products at the start and end of a chunk, and coefficients beside the written-out passes.
 _SPAN_CHUNK, _SPAN_STEP = 1300, 60
 PRODUCT = 3e-5  # a multiplication with its addition: 33 billion a second
+_CONVOLVED, _NARROW, _WRITTEN_NARROW = 1.2e-5, 4e-5, 2.2e-5  # of a multiplication of convolutions
 # On a GPU a step is the start of its kernels, which the clients of a vmap batch share: 1.2 ms in W2, 2.2 in W3.
 _GPU_STEP, _GPU_SPAN_STEP = 1500, 1600
 
@@ -64,14 +71,16 @@ def sequential(facts: Facts, together: int) -> float:
     """The cost of one client after another with PyTorch's autograd."""
     if facts.device != "cpu":
         return _GPU_STEP
-    return _STEP + _CALL * facts.calls + _NUMBER * facts.numbers + facts.products
+    return _STEP + _CALL * facts.calls + _NUMBER * facts.numbers + facts.products + facts.convolutions
 
 
 def manual(facts: Facts, together: int) -> float:
     """The cost of the written-out passes, on a CPU."""
     copied = facts.differentiated / facts.operations
     calls = _WRITTEN_CALL * facts.calls + _DIFFERENTIATED * facts.differentiated
-    return _WRITTEN_STEP + calls + (_WRITTEN_NUMBER + _COPIED_NUMBER * copied) * facts.numbers + facts.products
+    numbers = (_WRITTEN_NUMBER + _COPIED_NUMBER * copied) * facts.numbers
+    convolutions = facts.convolutions * (_WRITTEN_NARROW / _NARROW if facts.narrow else 1)
+    return _WRITTEN_STEP + calls + numbers + facts.products + convolutions
 
 
 def vectorised(facts: Facts, together: int) -> float:
@@ -81,13 +90,13 @@ def vectorised(facts: Facts, together: int) -> float:
     if facts.recurrent:
         return _VMAP_RECURRENT * sequential(facts, together)
     shared = (_VMAP_STEP + _VMAP_CALL * facts.calls) / together
-    return shared + _VMAP_CLIENT + _VMAP_NUMBER * facts.numbers + facts.products
+    return shared + _VMAP_CLIENT + _VMAP_NUMBER * facts.numbers + facts.products + facts.convolutions
 
 
 def compiled(facts: Facts, together: int) -> float:
     """The cost of a gradient that PyTorch's compiler made, without the time of the compiler."""
     numbers = _COMPILED_NUMBER * facts.numbers
-    return _COMPILED_STEP + _COMPILED_CALL * facts.calls + numbers + facts.products
+    return _COMPILED_STEP + _COMPILED_CALL * facts.calls + numbers + facts.products + facts.convolutions
 
 
 def compile_seconds(programs: Sequence[int]) -> float:

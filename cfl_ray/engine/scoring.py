@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from cfl_ray.core.metrics import mean_f1
 from cfl_ray.core.tasks import Task
 from cfl_ray.nn.network import Network
+from cfl_ray.nn.outputs import outputs_of, outputs_of_row
 
 Logits = Callable[[Tensor], Tensor]  # samples (n, ...) -> outputs (n, C), (n, d) or (n, T, V)
 
@@ -19,15 +20,15 @@ def additive_logits(network: Network, row_P: Tensor, frozen_P: Tensor | None) ->
     """Predictor of one model; with `frozen_P`, of the sum of its logits and those of the frozen model."""
 
     def logits(x: Tensor) -> Tensor:
-        first = network.logits(x) if row_P is network.flat else network.logits_of(row_P, x)
-        return first if frozen_P is None else first + network.logits_of(frozen_P, x)
+        first = outputs_of(network, x) if row_P is network.flat else outputs_of_row(network, row_P, x)
+        return first if frozen_P is None else first + outputs_of_row(network, frozen_P, x)
 
     return logits
 
 
 def log_probabilities(network: Network, rows: Sequence[Tensor], x: Tensor) -> Tensor:
     """Logarithms of the class probabilities (K, n, C) of several models."""
-    return torch.stack([network.logits_of(row_P, x).log_softmax(1) for row_P in rows])
+    return torch.stack([outputs_of_row(network, row_P, x).log_softmax(1) for row_P in rows])
 
 
 def mixed(log_p: Tensor, weight_K: Tensor | np.ndarray) -> Tensor:

@@ -26,6 +26,7 @@ from cfl_ray.engine.local_steps import (
 from cfl_ray.engine.rows import padded
 from cfl_ray.engine.task import TrainingResult, TrainingTask
 from cfl_ray.nn.network import Network
+from cfl_ray.nn.outputs import outputs_of_row
 
 
 def why_not(network: Network, tasks: Sequence[TrainingTask]) -> str | None:
@@ -53,7 +54,7 @@ def train(network: Network, tasks: Iterable[TrainingTask]) -> Iterator[TrainingR
 def frozen_logits(network: Network, task: TrainingTask) -> Tensor | None:
     """Logits (n, C) of the frozen model, which do not change during training; None without a frozen model."""
     frozen_P = task.held.frozen_P
-    return None if frozen_P is None else network.logits_of(frozen_P, task.x)
+    return None if frozen_P is None else outputs_of_row(network, frozen_P, task.x)
 
 
 def padded_frozen_logits(network: Network, tasks: Sequence[TrainingTask]) -> Tensor | None:

@@ -201,6 +201,7 @@ class _Launch:
     code: str | None = None  # version of the user's code, of the run to extend
     directory: Path | None = field(default=None, init=False)  # set once it is known to belong to this run
     session: Session | None = field(default=None, init=False)
+    begun: bool = field(default=False, init=False)  # whether the directory holds the run
 
     def __post_init__(self) -> None:
         if not isinstance(self.experiment, Experiment):
@@ -266,6 +267,7 @@ class _Launch:
                 write_config(self.directory, self.experiment)  # marks the folder as a run
                 lock.enter_context(RunDirectory(self.directory).hold())
                 withdraw_server(self.directory)
+            self.begun = True
         self.watcher.started(setup, self.directory, run_info)
         return Driver(setup, self.session, self.directory, self.watcher, run_info, self.study).all_methods()
 
@@ -343,7 +345,12 @@ class _Launch:
 
     def _how_to_continue(self) -> str:
         if self.directory is None or not RunDirectory(self.directory).is_run:
-            return "Nothing was kept"
+            if not self.begun:
+                return "Nothing was kept"
+            return (
+                f"{self.directory} was removed or moved while the run was live; if it was moved, go on in its new "
+                "place: cfl-ray resume NEW_PLACE"
+            )
         in_process = not self.on_ray and self.experiment.runtime.backend == "ray"
         how = how_to_resume(RunDirectory(self.directory), in_process, self.in_python)
         return f"Every saved round is kept; go on with: {how}"

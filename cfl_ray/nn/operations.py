@@ -1,14 +1,13 @@
 """Operations of networks with forward and backward passes written out, on arrays that are allocated once.
 
 The layout of activations follows the convolutions (letters here: C channels or classes, H height, W width):
-    narrow    (C, H, W, B): the patches of a convolution are copied once and multiplied in one product. The batch is the
+    narrow    (C, H, W, B): the patches of a convolution are copied once and multiplied line by line. The batch is the
               innermost axis, so that copies and pooling work on long contiguous runs for any number of channels.
     wide      (B, H, W, C): the convolutions are PyTorch's, in its channels-last memory format.
     others    the axes of a sample, then B, in both cases: (F, B) after flattening.
 """
 
 import math
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,40 +19,15 @@ import torch
 from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
-from cfl_ray.system.cpu import cpu_info
-
 Array = np.ndarray[Any, np.dtype[Any]]
-Factor = Any  # a matrix in the form that `multiply` and `add_product` take: a tensor for MKL, else an array
 
-# Products of narrow matrices are MKL's on Intel's CPUs, on others those of NumPy's OpenBLAS. Measured on convolutions
-# of LeNet-5 and of small networks for CIFAR-10: OpenBLAS copies the factors of all but the smallest products and takes
-# two to three times as long as MKL on an Intel CPU. On AMD's CPUs MKL is the slower one. With runtime.cpu_capability,
-# which makes CPUs compute alike, it is always OpenBLAS.
-_MKL = torch.backends.mkl.is_available() and cpu_info("vendor_id") == "GenuineIntel" and "MKL_CBWR" not in os.environ
-_FEW = 8  # channels x kernel width below which a product for each row of the kernel is slower than a single one
-_KEPT_SHAPES = 8  # of inputs
+# NumPy's OpenBLAS copies the factors of a product before it multiplies them, which takes most of the time for the few
+# channels of narrow convolutions, except in products up to this size (its AVX-512 kernels for small matrices): measured
+# on those of LeNet-5 for CIFAR-10 in batches of 32, they have 60 to 100 GFLOP/s instead of 13 to 40.
+_SMALL = 1_000_000  # multiplications
+_LEAST_PART = 128  # values of a line, below which its products are not divided
+_KEPT_SHAPES = 100  # of inputs: batches of any size in `outputs`
 _MANY = 1 << 14  # values from which PyTorch's elementwise functions are faster than NumPy's, for all their longer calls
-
-
-def factor_of(matrix: Array) -> Factor:
-    """A view of a matrix for `multiply` and `add_product`."""
-    return torch.from_numpy(matrix) if _MKL else matrix
-
-
-def multiply(a: Factor, b: Factor, out: Factor) -> None:
-    """Sets out to a @ b."""
-    if _MKL:
-        torch.mm(a, b, out=out)
-    else:
-        np.matmul(a, b, out=out)
-
-
-def add_product(a: Factor, b: Factor, total: Factor) -> None:
-    """Adds a @ b to total."""
-    if _MKL:
-        total.addmm_(a, b)
-    else:
-        np.add(total, np.matmul(a, b), out=total)
 
 
 @dataclass
@@ -69,8 +43,9 @@ class Buffers:
         if view is not None:
             return view
         size = math.prod(shape)
-        if name not in self.memory or len(self.memory[name]) < size:
-            self.memory[name] = torch.empty(size)  # by PyTorch, which aligns it to cache lines
+        before = len(self.memory[name]) if name in self.memory else 0
+        if before < size:  # at least doubled, since kept views hold the memory of before
+            self.memory[name] = torch.empty(max(size, 2 * before))  # by PyTorch, which aligns it to cache lines
             self.views = {key: view for key, view in self.views.items() if key[0] != name}
         self.views[name, shape] = self.memory[name][:size].numpy().reshape(shape)
         return self.views[name, shape]
@@ -136,23 +111,17 @@ class Linear(Layer):
 class PatchConvolution(Layer):
     """Convolution in the layout (C, H, W, B), without bias.
 
-    The input is copied once for each column of the kernel: (C, kernel width, H, out width, B). In this copy, the values
-    that row i of the kernel multiplies are contiguous, from line i on, so the output is a sum of products, one for each
-    row of the kernel. With few channels the input is copied for each value of the kernel, for a single product.
+    The input is copied once for each column of the kernel, line by line. In this copy the values that a line of the
+    output depends on are contiguous, so each line is one small product, forward and for the gradient of the weights.
     """
 
     def __init__(self, weight: Array, grad_weight: Array, stride: tuple[int, int], padding: tuple[int, int]):
         super().__init__()
-        outputs, channels, height, width = weight.shape
         self.stride, self.padding = stride, padding
-        copied_rows = height if channels * width < _FEW else 1  # of the kernel
-        split = (outputs, channels, height // copied_rows, copied_rows, width)
-        self.weight, self.grad_weight = (w.reshape(split).transpose(2, 0, 1, 3, 4) for w in (weight, grad_weight))
-        # contiguous, a matrix (O, C x copied rows x kernel width) for each product
-        self.weights, self.grad_weights = (torch.empty(w.shape).numpy() for w in (self.weight, self.grad_weight))
-        matrices, grad_matrices = (w.reshape(*w.shape[:2], -1) for w in (self.weights, self.grad_weights))
-        self.factors, self.grad_factors = list(map(factor_of, matrices)), list(map(factor_of, grad_matrices))
-        self.transposed = [factor_of(matrix.T) for matrix in matrices]
+        self.weight, self.rows = weight.transpose(0, 2, 1, 3), weight.transpose(2, 1, 3, 0)
+        self.grad_rows = grad_weight.transpose(2, 1, 3, 0)
+        # contiguous: (O, kernel height, C, kernel width) and, for gradients, (kernel height, C, kernel width, O)
+        self.matrix, self.row_matrices = (torch.empty(w.shape).numpy() for w in (self.weight, self.rows))
         self.patches: dict[tuple[int, ...], Patches] = {}  # by shape of the input
 
     def forward(self, x: Array) -> Array:
@@ -162,10 +131,8 @@ class PatchConvolution(Layer):
             self.patches[x.shape] = Patches(self, x.shape)
         self.latest = patches = self.patches[x.shape]
         patches.copy(x)
-        np.copyto(self.weights, self.weight)
-        multiply(self.factors[0], patches.factors[0], patches.out_factor)
-        for weight, factor in zip(self.factors[1:], patches.factors[1:], strict=True):
-            add_product(weight, factor, patches.out_factor)
+        np.copyto(self.matrix, self.weight)
+        np.matmul(self.matrix.reshape(len(self.matrix), -1), patches.lines, out=patches.out_lines)
         return patches.out
 
     def backward(self, grad: Array, needs_input: bool) -> Array:
@@ -173,49 +140,48 @@ class PatchConvolution(Layer):
         if not grad.flags.c_contiguous:
             np.copyto(patches.out, grad)  # the output is not needed any more
             grad = patches.out
-        flat = factor_of(grad.reshape(len(grad), -1))
-        for grad_weight, factor in zip(self.grad_factors, patches.factors, strict=True):
-            multiply(flat, factor.T, grad_weight)
-        np.copyto(self.grad_weight, self.grad_weights)
-        return patches.grad(self.transposed, flat) if needs_input else grad
+        np.copyto(self.grad_rows, patches.grad_weight(grad))
+        if not needs_input:
+            return grad
+        np.copyto(self.row_matrices, self.rows)
+        return patches.grad(self.row_matrices, grad)
 
 
 class Patches:
-    """The arrays of a `PatchConvolution` for one shape (C, H, W, B) of its input.
+    """The arrays of a `PatchConvolution` for one shape (C, H, W, B) of its input, which may be padded.
 
-    The copies are (C, copied rows, kernel width, remainders, lines, out width, B). The lines are sorted by their
-    remainder after division by the vertical stride, so that those of a row of the kernel are contiguous.
+    The copies are (H, C, kernel width, out width, B). A line of them has C x kernel width rows of out width x B values.
     """
 
     def __init__(self, layer: PatchConvolution, shape: tuple[int, ...]):
-        (channels, height, width, batch), (rows, columns), (down, right) = shape, layer.padding, layer.stride
-        products, outputs, _, copied_rows, kernel_width = layer.weights.shape
-        out_height = (height + 2 * rows - products * copied_rows) // down + 1
-        out_width = (width + 2 * columns - kernel_width) // right + 1
-        remainders = down if products > 1 else 1
-        lines = out_height + (products - 1) // down
-        self.shape = (channels, copied_rows, kernel_width, remainders, lines, out_width, batch)
-        self.padded_shape = (channels, max(height + 2 * rows, remainders * lines), width + 2 * columns, batch)
+        (channels, height, width, batch), (rows, columns) = shape, layer.padding
         self.inside = (slice(None), slice(rows, rows + height), slice(columns, columns + width))
-        self.is_padded, self.stride, self.buffers = self.padded_shape != shape, layer.stride, layer.buffers
-        line = out_width * batch
-        starts = [(i % remainders * lines + i // remainders) * line for i in range(products)]
-        self.columns = [slice(start, start + out_height * line) for start in starts]  # of the copies, for each product
+        height, width = height + 2 * rows, width + 2 * columns
+        self.padded_shape, self.is_padded = (channels, height, width, batch), rows + columns > 0
+        (self.down, self.right), self.buffers = layer.stride, layer.buffers
+        self.kernel = kernel_height, _, kernel_width, outputs = layer.rows.shape
+        out_height = (height - kernel_height) // self.down + 1
+        out_width = (width - kernel_width) // self.right + 1
+        self.shape = (height, channels, kernel_width, out_width, batch)
+        self.line_rows, self.values = channels * kernel_width, out_width * batch
         self.copies = self.buffers.get("copies", self.shape)
-        self.factors = self.factors_of(self.copies)
         self.out = self.buffers.get("out", (outputs, out_height, out_width, batch))
-        self.out_factor = factor_of(self.out.reshape(outputs, -1))
+        # for each line of the output, in parts: (out height, parts, kernel height x C x kernel width, values of a part)
+        part = _part(self.values, layer.weight.size)
+        line = self.line_rows * self.values * self.copies.itemsize
+        strides = self.down * line, part * self.copies.itemsize, line // self.line_rows, self.copies.itemsize
+        lines = out_height, self.values // part, kernel_height * self.line_rows, part
+        self.lines, self.out_lines = as_strided(self.copies, lines, strides), self.lines_of(self.out, part)
         self.source: Array | None = None  # of the latest copy
 
-    def factors_of(self, copies: Array) -> list[Factor]:
-        """Views (C x copied rows x kernel width, out height x out width x B) of the copies, one for each product."""
-        flat = copies.reshape(math.prod(self.shape[:3]), -1)
-        return [factor_of(flat[:, columns]) for columns in self.columns]
+    def lines_of(self, out: Array, part: int) -> Array:
+        """A view (out height, parts of a line, O, values of a part) of the output, or of the gradient there."""
+        return out.reshape(*out.shape[:2], -1, part).transpose(1, 2, 0, 3)
 
     def windows(self, padded: Array) -> Array:
         """A view of the padded input with the shape of the copies."""
-        (c, h, w, b), (down, right) = padded.strides, self.stride
-        return as_strided(padded, self.shape, (c, h, w, h, h * down, w * right, b))
+        c, h, w, b = padded.strides
+        return as_strided(padded, self.shape, (h, c, w, w * self.right, b))
 
     def copy(self, x: Array) -> None:
         """Fills the copies."""
@@ -228,24 +194,70 @@ class Patches:
             self.source, self.view = x, self.windows(x)
         np.copyto(self.copies, self.view)
 
+    def grad_weight(self, grad_out: Array) -> Array:
+        """The gradient of the weights, (kernel height, C, kernel width, O)."""
+        grad_lines = self.lines_of(grad_out, self.lines.shape[-1]).swapaxes(2, 3)
+        parts = self.buffers.get("grad weights", (*self.lines.shape[:3], self.kernel[-1]))
+        np.matmul(self.lines, grad_lines, out=parts)
+        return np.add.reduce(parts.reshape(-1, *self.kernel), 0)
+
     @cached_property
-    def grads(self) -> tuple[Array, list[Factor], Array, list[tuple[Array, Array]]]:
-        """Gradients at the copies, as an array and as factors, and at the padded input; and the sums between these."""
+    def grads(self) -> "GradPatches":
+        """The arrays for gradients at the input."""
         copies, padded = self.buffers.get("grad copies", self.shape), self.buffers.get("grad", self.padded_shape)
         windows = self.windows(padded)
-        sums = [(windows[:, i, j], copies[:, i, j]) for i, j in np.ndindex(self.shape[1:3])]
-        return copies, self.factors_of(copies), padded, sums
+        lines, out_height = copies.reshape(len(copies), self.line_rows, -1), self.out.shape[1]
+        products = self.buffers.get("grad products", (out_height, *lines.shape[1:]))
+        part = _part(self.values, self.line_rows * self.kernel[-1])
+        return GradPatches(
+            part,
+            products,
+            products.reshape(*products.shape[:2], -1, part).swapaxes(1, 2),
+            [lines[i : i + self.down * out_height : self.down] for i in range(self.kernel[0])],
+            [(windows[:, :, j], copies[:, :, j]) for j in range(self.kernel[2])],
+            copies,
+            padded,
+        )
 
-    def grad(self, weights: Sequence[Factor], grad_out: Factor) -> Array:
-        """The gradient at the input."""
-        copies, factors, padded, sums = self.grads
-        copies.fill(0)
-        for weight, factor in zip(weights, factors, strict=True):
-            add_product(weight, grad_out, factor)
-        padded.fill(0)
-        for total, part in sums:
-            np.add(total, part, out=total)
-        return padded[self.inside]
+    def grad(self, row_matrices: Array, grad_out: Array) -> Array:
+        """The gradient at the input, from that at the output and the weights (kernel height, C, kernel width, O)."""
+        grads = self.grads
+        grad_lines = self.lines_of(grad_out, grads.part)
+        grads.copies.fill(0)
+        for matrix, lines in zip(row_matrices, grads.kernel_rows, strict=True):
+            np.matmul(matrix.reshape(self.line_rows, -1), grad_lines, out=grads.product_parts)
+            np.add(lines, grads.products, out=lines)
+        grads.padded.fill(0)
+        for total, column in grads.columns:
+            np.add(total, column, out=total)
+        return grads.padded[self.inside]
+
+
+@dataclass(frozen=True)
+class GradPatches:
+    """The arrays of `Patches` for the gradient at the input.
+
+    part:           values of a line that are multiplied at once.
+    products:       (out height, C x kernel width, out width x B) of one row of the kernel; `product_parts` is a view
+                    (out height, parts of a line, C x kernel width, part).
+    kernel_rows:    for each row of the kernel the lines of `copies` to which its products are added.
+    columns:        for each column of the kernel what is added to which values of the padded input.
+    copies, padded: gradients at the copies and at the padded input.
+    """
+
+    part: int
+    products: Array
+    product_parts: Array
+    kernel_rows: list[Array]
+    columns: list[tuple[Array, Array]]
+    copies: Array
+    padded: Array
+
+
+def _part(values: int, weights: int) -> int:
+    """How many values of a line are multiplied at once with so many weights: a divisor of those of the line."""
+    fitting = [part for part in range(_LEAST_PART, values + 1) if values % part == 0 and part * weights <= _SMALL]
+    return fitting[-1] if fitting else values
 
 
 class ChannelsLastConvolution(Layer):

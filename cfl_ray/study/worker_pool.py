@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Literal
 
 from cfl_ray.config import RuntimeConfig
+from cfl_ray.config.runtime import hosts_on_gpu
 from cfl_ray.errors import ConfigError, Interrupted, RunError, RunStopped, UserError, class_and_text
 from cfl_ray.lifecycle.driver import Watcher
 from cfl_ray.lifecycle.launch import StudyPlace, run_of_study
@@ -79,8 +80,8 @@ def resources_for(runtime: RuntimeConfig, runs: int, at_once: int | None = None,
 def _room_here(runtime: RuntimeConfig, gpus: int) -> int:
     """Number of runs that the CPUs and GPUs of this machine allow; 1 per GPU if `gpus_per_host` is 0."""
     by_cpus = usable_cpus() / runtime.cpus_per_host
-    by_gpus = gpus / (runtime.gpus_per_host or 1.0) if gpus else float("inf")
-    return int(min(by_cpus, by_gpus) + 1e-9)
+    by_gpus = gpus * hosts_on_gpu(runtime.gpus_per_host or 1.0) if gpus else float("inf")
+    return int(min(by_cpus + 1e-9, by_gpus))
 
 
 def _gpus() -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
+from filelock import FileLock
 from pydantic import TypeAdapter, ValidationError
 
 from cfl_ray.errors import ConfigError, DataError
@@ -37,6 +38,13 @@ def private_folder(path: Path) -> None:
     for folder in (*reversed(path.parents), path):
         if not folder.is_dir():
             folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def lock_in_folder(file: Path, seconds: float) -> FileLock:
+    """A lock of processes by a file. Raises FileNotFoundError without its folder, which FileLock would make."""
+    if not file.parent.is_dir():  # a run that was moved: a folder with nothing but a lock would be taken for it
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(file))
+    return FileLock(file, timeout=seconds, mode=PRIVATE)
 
 
 def open_private(path: Path, mode: str) -> BinaryIO:

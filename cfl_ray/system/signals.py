@@ -113,6 +113,20 @@ def sigterm_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+@contextmanager
+def sigterm_kept() -> Iterator[None]:
+    """Context at whose end SIGTERM has its handler of before, for code of others that replaces it, such as `ray.init`.
+
+    Python's own is set anew even if it seems unchanged: Ray replaces it below Python, too. The default is not restored.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if callable(before) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
+
+
 class Flag:
     """As threading.Event, for a main thread that a signal may interrupt within `set`.
 

@@ -14,13 +14,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from cfl_ray.errors import FOREIGN, RunError, counted, text_of
 from cfl_ray.errors.redaction import redact
 from cfl_ray.plugins.calling import is_user_file, place_of, raised_at
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.system.files import PRIVATE, private_umask, read_json, read_record, sync, write_json
+from cfl_ray.system.files import lock_in_folder, private_umask, read_json, read_record, sync, write_json
 from cfl_ray.system.signals import Flag
 from cfl_ray.tracking.record import (
     BEST_ROUND,
@@ -94,7 +94,7 @@ def read_cursor(run_dir: Path, name: str) -> Cursor:
 
 def lock(run_dir: Path, seconds: float = LOCK_SECONDS) -> AbstractContextManager[Any]:
     """Context that excludes other processes from the delivery of the run to MLflow. Raises filelock.Timeout."""
-    return FileLock(RunDirectory(run_dir).mlflow_lock, timeout=seconds, mode=PRIVATE)
+    return lock_in_folder(RunDirectory(run_dir).mlflow_lock, seconds)
 
 
 class Delivery:

@@ -204,6 +204,17 @@ def test_results_of_a_job_are_not_in_its_working_directory(capsys, monkeypatch, 
     assert f"folder: {tmp_path}/home/runs/small" in printed
     printed = call(capsys, "compare", "--dry-run", write(), "--folder", "mine")[1]
     assert f"folder: {tmp_path}/home/mine" in printed
+    (tmp_path / "home/mine").mkdir(parents=True)
+    (tmp_path / "home/mine/study.yaml").touch()
+    for arguments in (
+        ["run", "rounds=1", "--in-process", "--run-dir", "mine"],
+        ["run", "rounds=1", "--run-dir", "new", "--extend", "mine"],
+        ["run", "rounds=1", "--run-dir", "new", "--replay", "mine"],
+        ["status", "mine"],
+        ["resume", "mine"],
+        ["report", "mine", "-o", "mine/page.html"],
+    ):
+        assert f"{tmp_path}/home/mine" in "".join(call(capsys, *arguments)[1:]), arguments
 
 
 # ---- tables that fit

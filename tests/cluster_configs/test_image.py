@@ -110,10 +110,14 @@ def test_an_unknown_device_is_refused():
 def test_the_script_of_jobs_runs_and_resumes(tmp_path):
     script = ROOT / "cluster_configs" / "run_or_resume.sh"
     options = ["rounds=1", "methods=[fedavg]", "tracking.enabled=false", "runtime.backend=in_process"]
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    for expected in ("results after the last round", "is finished"):
-        command = [script, tmp_path / "RUN", *options]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HOME": str(tmp_path)}
+    for run, in_job, expected in (
+        (tmp_path / "RUN", "", "results after the last round"),
+        ("RUN", "{}", "is finished"),  # in a submitted job, below the home folder
+    ):
+        command = [script, run, *options]
+        environment["RAY_JOB_CONFIG_JSON_ENV_VAR"] = in_job
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         assert done.returncode == 0 and expected in done.stdout, done.stdout + done.stderr
     assert subprocess.run([script], capture_output=True).returncode != 0
 

@@ -26,7 +26,6 @@ from cfl_ray.nn.passes import Passes, passes_of
 
 pytestmark = pytest.mark.cpu
 
-requires_mkl = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="PyTorch without MKL")
 IMAGE, COLOUR = (1, 16, 16), (3, 17, 16)
 UNSUPPORTED_MODELS = {"resnet9"}
 LARGER_IMAGES = {"vgg16"}  # of at least 32x32
@@ -315,13 +314,15 @@ class TestOwnLosses:
 
 
 class TestConvolution:
-    @pytest.mark.parametrize("mkl", [False, pytest.param(True, marks=requires_mkl)])
+    @pytest.mark.parametrize("small", [None, 200])  # 200: parts of lines have few values
     @pytest.mark.parametrize("channels", [1, 3])
     @pytest.mark.parametrize("kernel", [(1, 1), (2, 4), (5, 3)])
     @pytest.mark.parametrize("stride", [(1, 1), (1, 2), (2, 1), (3, 2)])
     @pytest.mark.parametrize("padding", [(0, 0), (2, 1)])
-    def test_is_that_of_pytorch(self, channels, kernel, stride, padding, mkl, monkeypatch):
-        monkeypatch.setattr(operations, "_MKL", mkl)
+    def test_is_that_of_pytorch(self, channels, kernel, stride, padding, small, monkeypatch):
+        if small:
+            monkeypatch.setattr(operations, "_SMALL", small)
+            monkeypatch.setattr(operations, "_LEAST_PART", 1)
         draw = torch.Generator().manual_seed(0)
         weight = torch.randn(4, channels, *kernel, generator=draw)
         grad_weight = np.empty(weight.shape, np.float32)

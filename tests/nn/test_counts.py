@@ -21,7 +21,14 @@ class Scaled(nn.Module):
 
 def test_functions_and_numbers_of_a_sample():
     """The sample, 12; the layer, its activation, product, bound and quotient, 5 each, and a norm."""
-    assert counts_of(Network(Scaled, (3, 4))) == (6, 12 + 5 * 5 + 1)
+    assert counts_of(Network(Scaled, (3, 4))) == (6, 12 + 5 * 5 + 1, 0)
+
+
+def test_multiplications_of_convolutions():
+    """Outputs 4 x 3 x 6 of kernels with 2 x 3 x 2 values; in groups, 4 x 4 x 6 with 1 x 2 x 3."""
+    layers = nn.Conv2d(2, 4, (3, 2)), nn.Conv2d(4, 4, (2, 3), padding=(1, 1), groups=4)
+    network = Network(lambda: nn.Sequential(*layers, nn.Flatten(), nn.Linear(96, 3)), (2, 5, 7))
+    assert counts_of(network).convolved == 4 * 3 * 6 * 2 * 3 * 2 + 4 * 4 * 6 * 2 * 3
 
 
 def test_statistics_and_generators_stay_as_they_were():

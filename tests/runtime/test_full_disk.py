@@ -105,6 +105,15 @@ def test_config(experiment, tmp_path, limit, room):
     assert not (tmp_path / "run/config.yaml").exists() and not leftovers(tmp_path / "run")
 
 
+def test_a_run_that_is_moved_goes_on_in_its_new_place(experiment, figures, notes, tmp_path):
+    """No folder is left in the old one."""
+    small, old, new = experiment(), tmp_path / "run", tmp_path / "new"
+    with pytest.raises(RunError, match=f"{old} was removed or moved .* cfl-ray resume NEW_PLACE"):
+        simulate(small, old, notes(lambda number: old.rename(new) if number == 2 else None))
+    assert not old.exists()
+    assert figures(resume(new, on_ray=False)) == figures(simulate(small))
+
+
 def test_run_folder_that_is_no_folder(experiment, tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(RunError, match="Not a directory. Nothing was kept"):

@@ -53,6 +53,7 @@ def test_gpus_of_this_machine(machine, monkeypatch):
     machine(cpus=16, gpus=2)
     assert resources_for(RuntimeConfig(), 100) == Resources(2, None, ("0", "1")), "one on each"
     shared = resources_for(RuntimeConfig(gpus_per_host=0.25), 100)
+    assert resources_for(RuntimeConfig(gpus_per_host=0.6), 100).at_once == 2, "two shares of 0.6 are more than one GPU"
     assert shared == Resources(8, None, ("0", "1")) and [shared.gpu_of(n) for n in range(4)] == ["0", "1", "0", "1"]
     assert (
         resources_for(RuntimeConfig(device="cpu"), 100) == Resources(16, None) and Resources(16, None).gpu_of(3) is None

@@ -138,3 +138,10 @@ def test_a_file_is_hashed_again_only_if_it_has_changed(tmp_path, monkeypatch):
     os.utime(table, ns=(0, 1))  # the clock of the file system may not have ticked
     assert [*first, files.sha256_once(table)] == [hashlib.sha256(text).hexdigest() for text in [b"1,2"] * 3 + [b"1,3"]]
     assert read == [table, table]
+
+
+def test_a_lock_makes_no_folder(tmp_path):
+    with pytest.raises(FileNotFoundError, match="moved/run.lock"):
+        files.lock_in_folder(tmp_path / "moved" / "run.lock", 1)
+    with files.lock_in_folder(tmp_path / "run.lock", 1):
+        assert [*tmp_path.iterdir()] == [tmp_path / "run.lock"]

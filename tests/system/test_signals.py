@@ -10,7 +10,14 @@ import time
 
 import pytest
 
-from cfl_ray.system.signals import Flag, interrupt_held, interrupts_noted, raise_interrupt, sigterm_interrupts
+from cfl_ray.system.signals import (
+    Flag,
+    interrupt_held,
+    interrupts_noted,
+    raise_interrupt,
+    sigterm_interrupts,
+    sigterm_kept,
+)
 
 
 def test_sigterm_is_an_interrupt_only_within():
@@ -19,6 +26,24 @@ def test_sigterm_is_an_interrupt_only_within():
         os.kill(os.getpid(), signal.SIGTERM)
         signal.sigtimedwait([], 5)  # the handler runs by now
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_sigterm_is_kept_from_other_code():
+    """Ray also replaces it below Python, where `getsignal` does not see it."""
+    with sigterm_interrupts():
+        with sigterm_kept():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with sigterm_kept():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_another_thread_leaves_the_handler_alone():

@@ -20,7 +20,7 @@ from cfl_ray.runtime.on_ray.fork_server import WORKER_PROGRAM, end_unused, fork_
 from cfl_ray.runtime.on_ray.host_actor import host_environment
 from cfl_ray.runtime.on_ray.tls import SWITCH, check_tls, own_context, uses_tls
 from cfl_ray.system.machine import usable_cpus
-from cfl_ray.system.signals import interrupt_held
+from cfl_ray.system.signals import interrupt_held, sigterm_kept
 from cfl_ray.system.variables import environment
 
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
@@ -96,7 +96,7 @@ def start_cluster(
         end_unused()
         warn(why)
     workers = nullcontext() if why else _forked_workers(folder.parent)
-    with interrupt_held(), host_environment(instructions), workers:
+    with interrupt_held(), sigterm_kept(), host_environment(instructions), workers:
         ray.init(
             address="local",
             num_cpus=cpus,
@@ -157,7 +157,8 @@ def join_cluster(address: str, loopback: bool = False) -> None:
         if colon and port.isdigit():
             socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
             check_tls(address, host.strip("[]"), int(port))
-        ray.init(address=address, **_QUIET)
+        with sigterm_kept():  # a study's process stops its runs
+            ray.init(address=address, **_QUIET)
 
 
 def as_user_error(error: RayTaskError) -> UserError:

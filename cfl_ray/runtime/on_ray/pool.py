@@ -18,7 +18,7 @@ from cfl_ray.errors import RunError, RunStopped, counted
 from cfl_ray.results.environment import HostEnvironment
 from cfl_ray.runtime.on_ray.connect import as_user_error, may_be_host, short_reason
 from cfl_ray.runtime.on_ray.host_actor import StartedHost, start_host
-from cfl_ray.runtime.on_ray.placement import alive, free, hosts_asked_for, room
+from cfl_ray.runtime.on_ray.placement import alive, free, hosts_asked_for, room_left, room_of_cluster
 from cfl_ray.runtime.on_ray.retry import RetryPolicy
 from cfl_ray.runtime.on_ray.stall import StallRule, StartWatch
 from cfl_ray.setup.engine_choice import engine_choice
@@ -84,6 +84,7 @@ class Pool:
     reported: str = ""  # `slow` as of the last report; the time between reports doubles
     polls: int = 0  # number of polls of work in progress, which grows while the thread of the rounds is alive
     kinds: dict[tuple[str, str], None] = field(default_factory=dict)  # (instructions, PyTorch) of hosts, in order
+    no_gpu: set[str] = field(default_factory=set)  # nodes on which torch finds no GPU, though hosts reserve one
     federation_ref: ray.ObjectRef[Any] | None = None  # of the federation, if it is not that of `setup_ref`
     _next_check: float = 0.0
 
@@ -257,6 +258,7 @@ class Pool:
         host.starting, host.node, host.pid, host.device = None, about["node"], about["pid"], about["device"]
         host.environment = about["environment"]
         self._note_other_environment(host)
+        self._note_unused_gpu(host)
         self.had_hosts = True
         if host.added:
             nodes = len({other.node for other in self.ready_now})
@@ -285,6 +287,17 @@ class Pool:
                 f"({instructions}, PyTorch {torch}): results depend on which host trains which client"
             )
         self.kinds[kind] = None
+
+    def _note_unused_gpu(self, host: Host) -> None:
+        """Notes, once for each node, that a host computes on a CPU though it reserves a share of a GPU."""
+        runtime = self.setup.experiment.runtime
+        if runtime.gpus_per_host and runtime.device == "auto" and host.device == "cpu" and host.node not in self.no_gpu:
+            self.no_gpu.add(host.node)
+            self.notes.append(
+                f"host {host.number} reserves {runtime.gpus_per_host:g} GPU and computes on the CPU, for torch finds "
+                f"no GPU on node {host.node[:8]}: install a PyTorch with CUDA, and its driver, or set "
+                "runtime.gpus_per_host=0"
+            )
 
     # ---- exchanges
 
@@ -317,11 +330,11 @@ class Pool:
         Hosts that the config asks for are started even without room, so that an autoscaler adds machines.
         """
         runtime, asked_for = self.setup.experiment.runtime, hosts_asked_for(self.setup)
-        wanted = asked_for or room(runtime, ray.cluster_resources())
+        wanted = asked_for or room_of_cluster(runtime)
         missing = wanted - self._written_off() - len(self.hosts)
         if missing > 0 and not asked_for:
             starting = sum(not host.is_ready for host in self.hosts)
-            missing = min(missing, room(runtime, ray.available_resources()) - starting)
+            missing = min(missing, room_left(runtime) - starting)
         for _ in range(missing):
             self._add()
 

@@ -21,7 +21,7 @@ from cfl_ray.runtime.journal import Journal, JournalEvent
 from cfl_ray.runtime.on_ray.ask import StopRequests
 from cfl_ray.runtime.on_ray.connect import as_user_error, connect, end_cluster, listens_on_loopback, short_reason
 from cfl_ray.runtime.on_ray.host_actor import server_runtime_env
-from cfl_ray.runtime.on_ray.placement import host_count
+from cfl_ray.runtime.on_ray.placement import host_count, machines
 from cfl_ray.runtime.on_ray.retry import RetryPolicy
 from cfl_ray.runtime.on_ray.server_actor import server_actor_class
 from cfl_ray.runtime.on_ray.stall import Progress, ProgressWatch, StallRule
@@ -65,7 +65,7 @@ class RaySession:
             for module in sent_by_value():  # a user's file and its neighbours cannot be imported on other nodes
                 ray.cloudpickle.register_pickle_by_value(module)
             grows = runtime.wait_for_hosts != "auto" and not self.started_here
-            self.hosts = host_count(setup, ray.cluster_resources(), grows)
+            self.hosts = host_count(setup, machines(), grows)
             self.setup_ref = _put(setup)
             self._start_server()
         except BaseException:

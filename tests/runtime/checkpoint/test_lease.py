@@ -35,6 +35,16 @@ def files(folder):
     return {path.name: path.read_bytes() for path in (folder / "fedavg" / "checkpoints").iterdir()}
 
 
+def test_a_directory_that_is_gone_has_no_other_server(tmp_path):
+    """Another process has made the folder again, such as one that delivers results."""
+    mine = store(tmp_path)
+    save(mine, 1, 1)
+    (tmp_path / "fedavg").rename(tmp_path / "moved")
+    (tmp_path / "fedavg").mkdir()
+    with pytest.raises(RunError, match=r"fedavg/writer.json is gone, so nothing more can be saved"):
+        save(mine, 2, 2)
+
+
 def test_the_older_of_two_servers_writes_nothing(tmp_path):
     old = store(tmp_path)
     save(old, 1, 1)

@@ -3,10 +3,13 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from cfl_ray import ConfigError, run, simulate
+from cfl_ray.config import RuntimeConfig
+from cfl_ray.runtime.on_ray.placement import host_count, room
 
 
 @pytest.mark.slow
@@ -38,6 +41,38 @@ def test_more_than_the_cluster_has(experiment, cluster, actors, runtime, message
         run(experiment(runtime=runtime))
     assert message in str(error.value) and "lower runtime." in str(error.value)
     assert error.value.exit_status == 2 and set(actors("ServerActor")) <= before
+
+
+TWO_GPUS = {"CPU": 4, "GPU": 2}
+
+
+@pytest.mark.parametrize(
+    "runtime, machines, hosts",
+    [
+        ({"gpus_per_host": 0.6}, [TWO_GPUS], 2),  # 2 / 0.6 = 3.3, but two shares of 0.6 are more than one GPU
+        ({"gpus_per_host": 0.4}, [TWO_GPUS, {"CPU": 1, "GPU": 1}], 5),  # 2 x 2, and 1 for which there is a CPU
+        ({"gpus_per_host": 0.25}, [{"CPU": 64}, TWO_GPUS], 4),  # the CPUs are those of the machine with the GPUs
+        ({"gpus_per_host": 0.33333}, [TWO_GPUS], 4),
+        ({"gpus_per_host": 0.1}, [{"CPU": 64, "GPU": 1}], 10),
+        ({"cpus_per_host": 2}, [{"CPU": 3}, {"CPU": 3}], 2),
+        ({"cpus_per_host": 0.1}, [{"CPU": 0.3}], 3),
+        ({}, [{}, {"CPU": 3}], 3),
+    ],
+)
+def test_a_host_is_on_one_machine_and_one_gpu(runtime, machines, hosts):
+    assert room(RuntimeConfig(**runtime), machines) == hosts
+
+
+def test_hosts_that_fit_on_no_machine(experiment):
+    """Together the machines have the CPUs and GPUs: 3 x 0.6 < 2, and 5 < 3 + 3."""
+    setup = SimpleNamespace(experiment=experiment(runtime={"hosts": 3, "gpus_per_host": 0.6}))
+    message = r"3 hosts with 0.6 GPU and 1 CPU .*room for 2 hosts \(4 CPU, 2 GPU\); lower runtime.hosts"
+    with pytest.raises(ConfigError, match=message):
+        host_count(setup, [TWO_GPUS])
+    assert host_count(setup, [TWO_GPUS], grows=True) == 3
+    setup = SimpleNamespace(experiment=experiment(runtime={"hosts": 1, "cpus_per_host": 5}))
+    with pytest.raises(ConfigError, match=r"1 host with 5 CPU .*room for 0 hosts \(3 CPU, 0 GPU; 3 CPU, 0 GPU\)"):
+        host_count(setup, [{"CPU": 3}, {"CPU": 3}])
 
 
 @pytest.mark.slow

@@ -38,8 +38,6 @@ class FakeCluster:
             wait=self.wait,
             get=self.get,
             kill=self.killed.append,
-            cluster_resources=dict,
-            available_resources=dict,
             get_runtime_context=lambda: SimpleNamespace(get_node_id=lambda: "of the server"),
         )
         clock = SimpleNamespace(monotonic=lambda: self.now, time=lambda: self.now, sleep=self.sleep)
@@ -51,7 +49,8 @@ class FakeCluster:
         monkeypatch.setattr(pool_module, "start_host", self.start)
         monkeypatch.setattr(pool_module, "alive", self.alive)
         monkeypatch.setattr(pool_module, "free", lambda: "0 CPU")
-        monkeypatch.setattr(pool_module, "room", lambda runtime, resources: 0)
+        monkeypatch.setattr(pool_module, "room_of_cluster", lambda runtime: 0)
+        monkeypatch.setattr(pool_module, "room_left", lambda runtime: 0)
 
     def sleep(self, seconds):
         self.now += seconds
@@ -314,6 +313,19 @@ def test_the_device_of_a_run_is_that_of_the_host_that_measures_its_engines(made,
     fake.room_at, pool = [0, 0], made(hosts=2)
     fake.devices = {0: "H100", 1: "A100"}
     assert pool.nodes() == 2 and pool.device == "H100" == pool.ready()[0].device
+
+
+@pytest.mark.parametrize(
+    "runtime, count", [({"gpus_per_host": 0.5}, 2), ({}, 0), ({"gpus_per_host": 1, "device": "cpu"}, 0)]
+)
+def test_a_gpu_that_is_reserved_and_not_used_is_named(made, fake, runtime, count):
+    fake.room_at, pool = [0, 0, 0], made(hosts=3, **runtime)
+    fake.devices = {1: "cuda"}
+    pool.nodes()
+    assert [line.startswith("host 0 reserves 0.5 GPU and computes on the CPU") for line in pool.notes[:1]] == [
+        True
+    ] * bool(count)
+    assert len(pool.notes) == count, "one for each node, with its number: hosts 0 and 2"
 
 
 def test_a_host_that_starts_later_has_the_engine_and_the_programs_of_the_run(made, fake):
