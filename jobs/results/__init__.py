@@ -1,1 +1,1 @@
-"""The page docs/results.md: `python -m jobs.results`."""
+"""The pages of docs/results.md: `python -m jobs.results`."""

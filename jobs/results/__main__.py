@@ -1,15 +1,15 @@
-"""The page docs/results.md: results of the published experiments beside the published numbers.
+"""The pages docs/results.md and docs/results/PAPER.md: published experiments beside the published numbers.
 
     cfl-ray compare jobs/experiments/fedclust/table1.yaml --setting fashion_mnist    runs a study, for hours
     python -m jobs.results collect runs/fedclust-table1    stores the metrics of its runs
     python -m jobs.results share                           uses a run in every study that plans the same experiment
     python -m jobs.results costs                           estimates the cost of all runs
-    python -m jobs.results write                           writes the page, and the tables of all methods
+    python -m jobs.results write                           writes the pages, and the tables of all methods
 
 `collect` writes docs/results/STUDY.csv, one row for each finished run of a study: setting, method, seed, the metrics of
 the last evaluation, seconds, and the keys in which the run differs from its recipe. A run with less than a quarter of
-the recipe's rounds is not compared with published accuracies. `write` makes the page from these files, the estimates of
-`costs`, the published numbers (jobs/experiments/published) and docs/results/explanations.yaml, which explains cells
+the recipe's rounds is not compared with published accuracies. `write` makes the pages from these files, the estimates
+of `costs`, the published numbers (jobs/experiments/published) and docs/results/explanations.yaml, which explains cells
 that differ by more than two points; {METRIC} in it stands for the metric of the runs. No number in a table is typed by
 hand.
 """
@@ -45,9 +45,9 @@ from jobs.results.cells import (
     study_of,
     trains_as_recipe,
 )
-from jobs.results.page import FIGURE, page, scatter
+from jobs.results.page import FIGURE, pages, scatter
 
-PAGE = ROOT / "docs" / "results.md"
+DOCS = ROOT / "docs"
 _NOT_COMPARED = ("runtime", "tracking", "output", "name", "methods")  # change no result, or are compared by themselves
 _KEPT = (
     "accuracy", "accuracy_std", "accuracy_p10", "accuracy_local", "accuracy_local_trained", "accuracy_tuned",
@@ -276,7 +276,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     verbs.add_parser("share", help="use runs in the other studies that plan the same experiment")
     verbs.add_parser("costs", help="estimate what runs would take")
-    verbs.add_parser("write", help="write the page")
+    verbs.add_parser("write", help="write the pages")
     given = parser.parse_args(arguments)
     if given.verb == "share":
         print("\n".join(share()) or "nothing to share")
@@ -286,12 +286,11 @@ def main(arguments: list[str] | None = None) -> None:
         return
     if given.verb == "write":
         cells = compared()
-        PAGE.write_text(page(cells))
-        (PAGE.parent / FIGURE).write_text(scatter(cells))
-        tables = heterogeneity.pages()
-        for file, text in tables.items():
+        (DOCS / FIGURE).write_text(scatter(cells))
+        written = {DOCS / place: text for place, text in pages(cells).items()} | heterogeneity.pages()
+        for file, text in written.items():
             file.write_text(text)
-        print(f"wrote {', '.join(map(str, (PAGE, *tables)))}")
+        print(f"wrote {', '.join(map(str, written))}")
         return
     for folder in given.folders:
         print(f"wrote {collect(folder, given.recipe, given.name)}")

@@ -1,4 +1,4 @@
-"""The text of docs/results.md: published numbers, the runs that repeat them, and the cost of the other runs."""
+"""The text of docs/results.md and of a page for each paper: published numbers and the runs that repeat them."""
 
 import inspect
 import math
@@ -14,7 +14,7 @@ from scipy.stats import binomtest
 
 from cfl_ray import Experiment
 from cfl_ray.methods import REGISTRY
-from cfl_ray.results.published import PublishedTable, load_published
+from cfl_ray.results.published import PublishedTable, PublishedTables, load_published
 from jobs.official.page import table as markdown
 from jobs.results.cells import (
     FIGURES,
@@ -40,6 +40,7 @@ _BESIDE = {  # metric of a table: further metrics of its runs and their columns
     "newcomer_accuracy_tuned": {"newcomer_accuracy": "here before tuning", "num_clusters": "clusters"},
 }
 FIGURE = "images/results.svg"  # below docs
+MAIN, OTHERS = "results.md", "results/without_numbers.md"
 OWN = {  # paper: its own methods
     "autocfl": ("autocfl",),
     "cam": ("ifca_cam", "fesem_cam"),
@@ -51,7 +52,12 @@ OWN = {  # paper: its own methods
     "scaffold": ("scaffold",),
     "stocfl": ("stocfl", "stocfl_chain"),
 }
-TITLES = {"fedclust": "FedClust", "fedac": "FedAC", "stocfl": "StoCFL", "autocfl": "AutoCFL", "cam": "CAM"}
+TITLES = {"fedclust": "FedClust", "fedac": "FedAC", "stocfl": "StoCFL", "autocfl": "AutoCFL", "cam": "CAM"} | {
+    "clove": "CLoVE",
+    "fedem": "FedEM",
+    "moon": "MOON",
+    "scaffold": "SCAFFOLD",
+}
 CLAIMS = {  # of the five systems
     "fedclust": "clusters by the weights of the last layer, made once before training, are more accurate than others",
     "fedac": "a global and a cluster model in each client are more accurate than clustered and personal models",
@@ -83,14 +89,28 @@ _TESTED = 6  # fewest cells of a sign test: with fewer, its p-value is above 0.0
 _LONG = 150  # characters of a text from which on it is not repeated
 _KINDS = {"```": "Commands: ", "Recipe: ": "Recipe: ", "Assumed: ": "Assumed: ", "Open: ": "Open: ", "": "Remark: "}
 _RANGE = "accuracy in the last quarter of the rounds"
+_READING = ["How to read this page: [results](../results.md).", ""]
 
 
-def page(cells: list[Compared]) -> str:
-    """The Markdown of the page."""
+def pages(cells: list[Compared]) -> dict[str, str]:
+    """The Markdown of the pages by their place below docs: the main one, and one for each paper."""
+    papers = {file.stem: load_published(file) for file in sorted((STUDIES / "published").glob("*.yaml"))}
+    texts = {f"results/{name}.md": _of_paper(name, published, cells) for name, published in papers.items()}
+    texts = {MAIN: _main(cells, papers), **texts, OTHERS: _without_numbers(set(papers))}
+    return {place: "\n".join(lines).rstrip() + "\n" for place, lines in texts.items()}
+
+
+def _main(cells: list[Compared], papers: dict[str, PublishedTables]) -> list[str]:
+    """The main page: how to read the others, what was run, the conclusions, and the cost of what was not run."""
     lines = [
         "# Results of the published experiments",
         "",
-        "[jobs/results](../jobs/results) writes this page from the metrics of the runs in `docs/results` and",
+        "Published numbers beside those of runs with the recipe of their paper, on a page for each:",
+        "",
+        *(f"- [{TITLES.get(name, name)}](results/{name}.md): {papers[name].paper.title}" for name in papers),
+        f"- [Papers without numbers]({OTHERS}): the order of the methods alone",
+        "",
+        "[jobs/results](../jobs/results) writes these pages from the metrics of the runs in `docs/results` and",
         "[the published numbers](../jobs/experiments/published); no number in a table is typed by hand. Accuracies",
         "are in percent, with several seeds as mean ± standard deviation. Most runs have one seed, the papers three",
         "to five, so read differences of a point or two with care. P-server, P-local and P-tune are the protocols of",
@@ -132,45 +152,43 @@ def page(cells: list[Compared]) -> str:
         *_conclusions(cells),
         "",
     ]
-    papers = {}
-    for file in sorted((STUDIES / "published").glob("*.yaml")):
-        papers[file.stem] = load_published(file)
-    for name, published in papers.items():
-        lines += [f"## {published.paper.title}", "", f"{published.paper.authors}, {published.paper.venue}", ""]
-        shown: set[str] = set()  # studies
-        tables: dict[str, list[str]] = {}
-        for table_name, table in published.tables.items():
-            of_table = [cell for cell in cells if (cell.paper, cell.table) == (name, table_name)]
-            if any(cell.is_run for cell in of_table):
-                tables[_title(table_name)] = _table(table_name, table, of_table, table.study not in shown)
-                shown.add(table.study)
-        lines += _without_repeats(tables)
-        lines += _figures(name)
-        missing = [t for t in published.tables if not any(c.is_run for c in cells if (c.paper, c.table) == (name, t))]
-        if missing:
-            lines += [f"Not run: {', '.join(map(_title, missing))}.", ""]
-    lines += _without_numbers(set(papers))
-    lines += _missing()
-    return "\n".join(lines).rstrip() + "\n"
+    return lines + _missing()
+
+
+def _of_paper(name: str, published: PublishedTables, cells: list[Compared]) -> list[str]:
+    """The page of a paper: its tables, and the studies of its own that repeat a figure or answer a question."""
+    lines = [f"# {published.paper.title}", "", f"{published.paper.authors}, {published.paper.venue}", "", *_READING]
+    shown: set[str] = set()  # studies
+    tables: dict[str, list[str]] = {}
+    for table_name, table in published.tables.items():
+        of_table = [cell for cell in cells if (cell.paper, cell.table) == (name, table_name)]
+        if any(cell.is_run for cell in of_table):
+            tables[_title(table_name)] = _table(table_name, table, of_table, table.study not in shown)
+            shown.add(table.study)
+    lines += _without_repeats(tables)
+    lines += _figures(name)
+    missing = [t for t in published.tables if not any(c.is_run for c in cells if (c.paper, c.table) == (name, t))]
+    return [*lines, f"Not run: {', '.join(map(_title, missing))}."] if missing else lines
 
 
 def _without_numbers(published: set[str]) -> list[str]:
     """The other studies that are named after a method and have runs, each under the reference to its paper."""
     lines = [
-        "## Papers without numbers",
+        "# Papers without numbers",
         "",
+        *_READING,
         "The main experiment of papers whose numbers are not at hand: only the order of the methods can be compared.",
         "Runs are shortened if the command above their table has other values.",
         "",
     ]
     for folder in sorted(path.name for path in STUDIES.iterdir()):
-        if folder in REGISTRY and folder not in published and (figures := _figures(folder)):
+        if folder in REGISTRY and folder not in published and (figures := _figures(folder, "###")):
             reference = inspect.getdoc(inspect.getmodule(REGISTRY[folder])).partition("\n\n")[0]
             lines += [f"## {reference.partition(':')[0]}", "", *reference.splitlines(), "", *figures]
     return lines
 
 
-def _figures(paper: str) -> list[str]:
+def _figures(paper: str, level: str = "##") -> list[str]:
     """Tables of a paper's studies without published numbers: they repeat a figure, or answer a question of our own."""
     lines = []
     for file in sorted((STUDIES / paper).glob("*.yaml")):
@@ -179,7 +197,7 @@ def _figures(paper: str) -> list[str]:
             continue
         several = runs["method"].nunique() > 1
         metrics = [name for name in study.metrics or ("accuracy", "accuracy_local", "ari") if name in runs]
-        lines += [f"### {_title(file.stem)}", "", *_commands(f"{paper}/{file.name}", runs)]
+        lines += [f"{level} {_title(file.stem)}", "", *_commands(f"{paper}/{file.name}", runs)]
         lines += [f"Expected: {expected}", ""] if (expected := _from_header(file, "Expected")) else []
         found = str((read_reasons().get(paper) or {}).get(file.stem) or "").strip()
         lines += [f"Found: {found}", ""] if found else []
@@ -277,7 +295,7 @@ def _missing() -> list[str]:
         "in all. FEMNIST is counted with the writers at hand. *Done*: with all rounds, and trained as the recipe says.",
         "*One run*: on one core, as the recipe says, also where data are not at hand. Short runs take more than their",
         "operations, so the recipe's cost is nearer for them. `python -m jobs.experiments --core-hours 6` runs the",
-        "next of those that [an order](../jobs/experiments/order.txt) names, and adds each to this page.",
+        "next of those that [an order](../jobs/experiments/order.txt) names, and adds each to these pages.",
         "",
     ]
     shown = [["study", "runs", "done", "not counted: data not at hand", "GFLOP/s", "core hours", "one run"]]
@@ -506,7 +524,7 @@ def _table(name: str, table: PublishedTable, cells: list[Compared], is_first: bo
     head += ["difference", *beside, "seeds", "rounds", "notes"]
     runs = pd.concat([cell.runs for cell in run])
     lines = [
-        *(f"### {_title(name)}", "", f"{table.caption}.", ""),
+        *(f"## {_title(name)}", "", f"{table.caption}.", ""),
         *_commands(table.study, runs),
         *(_protocol(STUDIES / table.study, list(runs["setting"])) if is_first else []),
     ]

@@ -36,7 +36,11 @@ def compared(mean, runs, unit="percent", metric="accuracy", because="", state="e
 
 
 def test_the_page_is_that_of_the_figures(cells):
-    assert (ROOT / "docs" / "results.md").read_text() == results_page.page(cells), "python -m jobs.results write"
+    pages = results_page.pages(cells)
+    for place, text in pages.items():
+        assert (ROOT / "docs" / place).read_text() == text, "python -m jobs.results write"
+    others = {f"results/{path.name}" for path in (ROOT / "docs/results").glob("*.md")}
+    assert others == {*pages} - {results_page.MAIN}
 
 
 def test_the_tables_of_methods_are_those_of_the_figures():
@@ -366,7 +370,7 @@ def test_the_runs_of_a_figure_are_a_table_in_the_order_of_its_study(tmp_path, mo
     lines = results_page._figures("fedclust")
     command = "cfl-ray sweep jobs/experiments/fedclust/figure4.yaml --setting fashion_mnist"
     assert lines[:9] == [
-        *("### Fig. 4", ""),
+        *("## Fig. 4", ""),
         *("```bash", f"{command}", f"{command} rounds=9", "```", ""),
         *("3 runs, 3 core minutes.", ""),
     ]
@@ -418,7 +422,7 @@ def test_reasons_and_settings_that_differ_are_notes_of_the_rows():
         results_page._table("table1", table, cells, True)
     )
     title, _, caption, _, _, command, *lines = results_page._table("table1", table, cells, False)
-    assert title == "### Table 1" and caption == f"{table.caption}."
+    assert title == "## Table 1" and caption == f"{table.caption}."
     selected = "cfl-ray compare jobs/experiments/autocfl/table1.yaml --setting cifar10_iid_b --method fedavg --seed 0"
     assert command == f"{selected} rounds=9 \\\n    evaluation.every=3 evaluation.choice_samples=256 local.lr=0.1"
     assert lines == [
