@@ -135,9 +135,12 @@ def _about(cell: str, decimal: str) -> str:
     return ""
 
 
+_FEATURE_ADVICE = "; set data.columns.features, and write categories as columns of 0 and 1 (pandas.get_dummies)"
+
+
 def float32_column(part: Named, column: str, decimal: str, warnings: list[str]) -> np.ndarray:
     """A feature column as float32. warnings: gets a line if float32 does not have the digits that tell rows apart."""
-    values = check_numbers(part, column, "feature column", "; set data.columns.features", decimal=decimal).to_numpy()
+    values = check_numbers(part, column, "feature column", _FEATURE_ADVICE, decimal=decimal).to_numpy()
     x = numbers(f"{part[0]}: column {column!r}", values)
     spread, lost = float(values.std()), float(np.abs(values - x.astype(np.float64)).max())
     if lost > spread / 1000 > 0:
