@@ -19,6 +19,14 @@ if TYPE_CHECKING:
     from cfl_ray.results.comparison import RunMetrics
 
 
+RunDirs = Annotated[
+    list[Path],
+    typer.Argument(
+        parser=place, metavar="RUN...", help="Folders of runs or studies, or folders above them.", show_default=False
+    ),
+]
+
+
 def status(
     run_dir: RunDir, as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False
 ) -> None:
@@ -145,23 +153,14 @@ def table(
     --classes and --confusion print tables of classes instead, of runs with evaluation.confusion: true.
     """
     from cfl_ray.results.class_tables import accuracy_tables, confusion_tables, recorded_classes
-    from cfl_ray.results.comparison import collected, of_best_trials, rounds_in_words, unfinished_in_words
-    from cfl_ray.run_directory import RunDirectory
+    from cfl_ray.results.comparison import of_best_trials, rounds_in_words, unfinished_in_words
 
     metrics = metric or []
     _check_tables(style, of_round, test, correction)
     _check_together(style, metrics, against, p_values, classes, confusion)
     if best_trials and len(run_dirs) > 1:
         raise ConfigError("--best-trials is of a single sweep; name one folder")
-    for run_dir in run_dirs:
-        if not RunDirectory(run_dir).is_study:
-            trust = may_import(run_dir, trust)
-    run_metrics, scores = collected(run_dirs, metrics, trust, of_round, code)
-    if not run_metrics:
-        named = ", ".join(map(str, run_dirs))
-        has_study = any(RunDirectory(run_dir).is_study for run_dir in run_dirs)
-        what = f"no run of {named} is finished" if has_study else f"no method of {named} has been evaluated"
-        raise ConfigError(f"{what} yet; see its progress with: {command('status', run_dirs[0])}")
+    run_metrics, scores = _evaluated(run_dirs, metrics, of_round, trust, code)
     tried: dict[tuple[str, str], str] = {}
     if best_trials:
         run_metrics, scores, tried = of_best_trials(run_dirs[0], run_metrics, scores)
@@ -182,6 +181,25 @@ def table(
         notes = [*filter(None, [f"Of {best}." if best else "", unfinished])]
         notes += ["The best trial of each method: " + "; ".join(of_trials)] if of_trials else []
         _print_table(run_metrics, scores, metrics, style, test, correction, against, notes)
+
+
+def _evaluated(
+    run_dirs: list[Path], metrics: list[str], of_round: str, trust: bool, code: str | None
+) -> "tuple[RunMetrics, ClientScores]":
+    """The metrics of the runs, and their scores. Raises ConfigError if none is there yet."""
+    from cfl_ray.results.comparison import collected
+    from cfl_ray.run_directory import RunDirectory
+
+    is_study = [RunDirectory(run_dir).is_study for run_dir in run_dirs]
+    for run_dir, of_study in zip(run_dirs, is_study, strict=True):
+        if not of_study:
+            trust = may_import(run_dir, trust)
+    found = collected(run_dirs, metrics, trust, of_round, code)
+    if not found[0]:
+        named = ", ".join(map(str, run_dirs))
+        what = f"no run of {named} is finished" if any(is_study) else f"no method of {named} has been evaluated"
+        raise ConfigError(f"{what} yet; see its progress with: {command('status', run_dirs[0])}")
+    return found
 
 
 def _check_tables(style: str, of_round: str, test: str, correction: str) -> None:
@@ -245,15 +263,7 @@ def _print_table(
 
 
 def report(
-    run_dirs: Annotated[
-        list[Path],
-        typer.Argument(
-            parser=place,
-            metavar="RUN...",
-            help="Folders of runs or studies, or folders above them.",
-            show_default=False,
-        ),
-    ],
+    run_dirs: RunDirs,
     output: Annotated[
         Path, typer.Option("--output", "-o", parser=place, metavar="PATH", help="File of the page; -: standard output.")
     ] = Path("report.html"),
@@ -288,15 +298,7 @@ def report(
 
 
 def figure(
-    run_dirs: Annotated[
-        list[Path],
-        typer.Argument(
-            parser=place,
-            metavar="RUN...",
-            help="Folders of runs or studies, or folders above them.",
-            show_default=False,
-        ),
-    ],
+    run_dirs: RunDirs,
     output: Annotated[
         Path, typer.Option("--output", "-o", parser=place, metavar="PATH", help="Folder of the files.")
     ] = Path("figures"),

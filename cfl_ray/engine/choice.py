@@ -17,7 +17,7 @@ from cfl_ray.engine.task import TrainingTask
 from cfl_ray.errors import first_line
 from cfl_ray.nn.counts import counts_of
 from cfl_ray.nn.network import Network
-from cfl_ray.nn.operations import Differentiated
+from cfl_ray.nn.operations import Differentiated, PatchConvolution
 from cfl_ray.nn.passes import passes_of, why_no_passes
 
 _TRIED = 1 << 25  # most numbers of a row with which an engine is tried
@@ -181,6 +181,7 @@ def facts_of(
         differentiated=sum(isinstance(operation, Differentiated) for operation in operations),
         convolved=counts.convolved,
         narrow=not network.wide,
+        by_lines=any(isinstance(operation, PatchConvolution) for operation in operations),
     )
     # last, because it records a step
     reason = why_not_compile(facts, compiling) or ENGINES[COMPILED].why_not(network, tasks)

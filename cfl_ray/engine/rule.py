@@ -29,6 +29,7 @@ class Facts:
     differentiated: int = 0
     convolved: int = 0  # multiplications of the convolutions for one sample
     narrow: bool = False  # whether the convolutions have few channels
+    by_lines: bool = False  # whether their written-out passes multiply line by line
 
     @property
     def numbers(self) -> int:
@@ -62,7 +63,7 @@ _COMPILE, _COMPILE_OPERATION = 9, 0.018
 # The span engine has its own products at the start and end of a chunk, and coefficients beside the written-out passes.
 _SPAN_CHUNK, _SPAN_STEP = 1300, 60
 PRODUCT = 3e-5  # a multiplication with its addition: 33 billion a second
-_CONVOLVED, _NARROW, _WRITTEN_NARROW = 1.2e-5, 4e-5, 2.2e-5  # of a multiplication of convolutions
+_CONVOLVED, _NARROW, _BY_LINES = 1.2e-5, 4e-5, 2.2e-5  # of a multiplication of convolutions
 # On a GPU a step is the start of its kernels, which the clients of a vmap batch share: 1.2 ms in W2, 2.2 in W3.
 _GPU_STEP, _GPU_SPAN_STEP = 1500, 1600
 
@@ -79,7 +80,7 @@ def manual(facts: Facts, together: int) -> float:
     copied = facts.differentiated / facts.operations
     calls = _WRITTEN_CALL * facts.calls + _DIFFERENTIATED * facts.differentiated
     numbers = (_WRITTEN_NUMBER + _COPIED_NUMBER * copied) * facts.numbers
-    convolutions = facts.convolutions * (_WRITTEN_NARROW / _NARROW if facts.narrow else 1)
+    convolutions = facts.convolutions * (_BY_LINES / _NARROW if facts.by_lines else 1)
     return _WRITTEN_STEP + calls + numbers + facts.products + convolutions
 
 

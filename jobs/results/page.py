@@ -52,7 +52,12 @@ OWN = {  # paper: its own methods
     "scaffold": ("scaffold",),
     "stocfl": ("stocfl", "stocfl_chain"),
 }
-TITLES = {"fedclust": "FedClust", "fedac": "FedAC", "stocfl": "StoCFL", "autocfl": "AutoCFL", "cam": "CAM"} | {
+TITLES = {
+    "fedclust": "FedClust",
+    "fedac": "FedAC",
+    "stocfl": "StoCFL",
+    "autocfl": "AutoCFL",
+    "cam": "CAM",
     "clove": "CLoVE",
     "fedem": "FedEM",
     "moon": "MOON",

@@ -1088,3 +1088,10 @@ def test_a_record_is_made_also_where_the_working_directory_is_gone(tmp_path, mon
     monkeypatch.chdir(folder)
     folder.rmdir()
     assert Experiment(rounds=3).to_record() == Experiment(rounds=3).to_yaml()
+
+
+@pytest.mark.parametrize("key", ["gpus_per_host", "cpus_per_host"])
+def test_a_share_that_ray_cannot_count_is_refused(key):
+    with pytest.raises(ConfigError, match=rf"runtime.{key}.*the smallest share is 0.0001, got 1e-05"):
+        load(None, [f"runtime.{key}=0.00001"])
+    assert getattr(load(None, [f"runtime.{key}=0.0001"]).runtime, key) == 0.0001

@@ -251,3 +251,21 @@ def test_choices_are_equal_whatever_clocks_say(monkeypatch):
         monkeypatch.setattr(time, clock, lambda: 1e6 * draw.random())
         monkeypatch.setattr(time, f"{clock}_ns", lambda: int(1e15 * draw.random()))
     assert reason() == before != ""
+
+
+def test_convolutions_count():
+    """3 * 10 * 1e6 multiplications: 40 ps each in PyTorch, 22 line by line; as in PyTorch where autograd has them."""
+    plain = replace(without(SMALL, "span", "vectorised", "compiled"), narrow=True)
+    for by_lines, ps in ((True, 22), (False, 40)):
+        facts = replace(plain, convolved=10**6, by_lines=by_lines)
+        assert ENGINES["manual"].cost(facts, 1) - ENGINES["manual"].cost(plain, 1) == pytest.approx(30 * ps)
+        assert ENGINES["sequential"].cost(facts, 1) - ENGINES["sequential"].cost(plain, 1) == pytest.approx(30 * 40)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("layer, by_lines", [(partial(nn.Conv2d, 1, 4, 3), True), (partial(nn.Conv1d, 8, 4, 3), False)])
+def test_which_convolutions_are_written_out(layer, by_lines):
+    shape = (1, 8, 8) if by_lines else (8, 8)
+    network = Network(lambda: nn.Sequential(layer(), nn.Flatten(), nn.Linear(144 if by_lines else 24, 10)), shape)
+    facts = facts_of(network, SyntheticFederation(5, input=shape), LocalSGD(batch_size=10), Division(5))
+    assert facts.narrow and facts.by_lines == by_lines and facts.convolved > 0
