@@ -9,8 +9,9 @@ the recipe that its published metric depends on. A line of the order is a recipe
 as `cfl-ray compare` takes it: `fedac/table1 --setting cifar10_dirichlet --method ifca --seed 0`.
 
 Each cell is a `cfl-ray compare` of its own, in its study's folder below --runs, which lies beside the checkout and not
-in it. What a kill or a reboot leaves there is continued by the next call. Once the core hours are used up, the cell at
-work is interrupted, which the next call continues too. A cell that fails is named and left out; the status is then 1.
+in it. What a kill or a reboot leaves there is continued by the next call. Once the core hours are used up, and at
+Ctrl-C or SIGTERM (status 130), the cell at work is interrupted, which the next call continues too. A cell that fails is
+named and left out; the status is then 1.
 """
 
 import argparse
@@ -28,6 +29,7 @@ import psutil
 from cfl_ray import UserError
 from cfl_ray.errors import ConfigError
 from cfl_ray.study.study_plan import Selection, StudyRun, plan
+from cfl_ray.system.signals import sigterm_interrupts
 from jobs.results.cells import ROOT, STUDIES, is_whole, study_of
 from jobs.results.page import read_costs
 
@@ -208,7 +210,12 @@ def main(arguments: list[str] | None = None) -> int:
     if not given.left and not (given.core_hours and given.core_hours > 0):
         parser.error("--core-hours takes a number above 0")
     cells = read_order(given.order)
-    failed = [] if given.left else run(cells, given.runs.resolve(), Budget(given.core_hours * 3600))
+    try:
+        with sigterm_interrupts():
+            failed = [] if given.left else run(cells, given.runs.resolve(), Budget(given.core_hours * 3600))
+    except KeyboardInterrupt:
+        print("  interrupted; the same command continues", flush=True)
+        return 130
     print(left(read_order(given.order)))
     return 1 if failed else 0
 

@@ -1,10 +1,14 @@
 """The runner of published cells: its order, what it leaves out, continues and counts."""
 
 import json
+import os
+import signal
 import sys
+import threading
 from types import SimpleNamespace
 
 import pandas as pd
+import psutil
 import pytest
 
 from cfl_ray.errors import ConfigError
@@ -114,6 +118,19 @@ def test_what_a_kill_left_is_collected_first(runner):
     (runner.runs / "fedac-table1").mkdir(parents=True)
     experiments.run(runner.cells[:1], runner.runs, experiments.Budget(10))
     assert runner.done == ["collect"]
+
+
+def test_sigterm_interrupts_the_cell_at_work(runner, order, tmp_path, capsys):
+    order("fedac/table1 --setting cifar10_dirichlet --seed 0 --method fl_hc")
+    stop = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM))
+    stop.start()
+    try:
+        given = ["--core-hours", "1", "--order", str(tmp_path / "order.txt"), "--runs", str(runner.runs)]
+        assert experiments.main(given) == 130
+    finally:
+        stop.cancel()
+    assert "interrupted" in capsys.readouterr().out and runner.done == []
+    assert not any(BUSY in child.cmdline() for child in psutil.Process().children()), "it goes on"
 
 
 def test_what_is_left_is_counted(order, monkeypatch):
