@@ -163,7 +163,7 @@ def run(cells: list[Cell], runs: Path, budget: Budget) -> list[Cell]:
         status = budget.run(cell.command(runs), log)
         hours = (budget.used - began) / 3600
         if status == 0:
-            for words in (["collect", str(cell.folder(runs))], ["share"], ["write"]):
+            for words in (["collect", str(cell.folder(runs))], ["share", cell.study.partition("/")[0]], ["write"]):
                 _results(*words)
             print(f"  finished after {hours:.2f} core hours", flush=True)
         elif budget.is_spent:

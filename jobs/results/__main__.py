@@ -16,6 +16,7 @@ hand.
 
 import argparse
 import sys
+from collections.abc import Collection
 from dataclasses import fields
 from pathlib import Path
 from statistics import fmean
@@ -166,21 +167,24 @@ def _compared(config: dict[str, Any]) -> dict[str, Any]:
 # ---- share: a run in the place of the same experiment of another study
 
 
-def share() -> list[str]:
+def share(papers: Collection[str] = ()) -> list[str]:
     """Copies rows of runs to studies of the paper, with runs, that plan the same experiment; returns what was copied.
+
+    papers: folders of jobs/experiments; empty: all.
 
     Only runs as their own recipe says are copied, and only to a cell that has none with all rounds and values of its
     recipe. A run with fewer rounds or another evaluation is copied if nothing else differs, and the cell has no run or
     one that differs in more; in a study with published numbers also instead of a run of no more rounds that trains
     otherwise. It is not copied beside a longer run with another seed, since a cell is the mean of its seeds.
     """
-    files = _recipes()
-    cells = {file: [(cell, cell.experiment.to_dict()) for cell in cells_of(file)] for file in files}
+    files = [file for file in _recipes() if not papers or file.parent.name in papers]
+    files = [file for file in files if (FIGURES / _csv(file)).is_file()]
+    pairs = [(a, b) for a in files for b in files if a != b and a.parent == b.parent]
+    shared = dict.fromkeys(file for file, _ in pairs)
+    cells = {file: [(cell, cell.experiment.to_dict()) for cell in cells_of(file)] for file in shared}
     copied = []
-    for source, target in ((a, b) for a in files for b in files if a != b and a.parent == b.parent):
+    for source, target in pairs:
         before, after = FIGURES / _csv(source), FIGURES / _csv(target)
-        if not before.is_file() or not after.is_file():
-            continue
         rows = pd.read_csv(before, dtype=WORDS)
         rows = rows[rows["changed"].isna() & (rows["rounds"] == rows["of_rounds"])]
         planned = {(cell.setting, cell.method, cell.seed): values for cell, values in cells[source]}
@@ -274,12 +278,13 @@ def main(arguments: list[str] | None = None) -> None:
     collecting.add_argument(
         "--name", help="the file's name, for a recipe run on other data; default: that of the recipe"
     )
-    verbs.add_parser("share", help="use runs in the other studies that plan the same experiment")
+    sharing = verbs.add_parser("share", help="use runs in the other studies that plan the same experiment")
+    sharing.add_argument("papers", nargs="*", metavar="PAPER", help="folders of jobs/experiments; default: all")
     verbs.add_parser("costs", help="estimate what runs would take")
     verbs.add_parser("write", help="write the pages")
     given = parser.parse_args(arguments)
     if given.verb == "share":
-        print("\n".join(share()) or "nothing to share")
+        print("\n".join(share(given.papers)) or "nothing to share")
         return
     if given.verb == "costs":
         print(f"wrote {costs()}")

@@ -305,7 +305,8 @@ def test_a_run_is_shared_with_studies_that_plan_the_same_experiment(tmp_path, mo
     write("budget", fast)
     assert results.share() == []
     write("budget", fast, ("three", "fedavg", 0, 3, 3, None, 0.3), ("three", "local", 0, 2, 3, "rounds=2", 0.2))
-    assert results.share() == ["paper-budget, three, fedavg -> paper-table1.csv: here, fedavg"]
+    assert results.share(["other"]) == [], "of another paper"
+    assert results.share(["paper"]) == ["paper-budget, three, fedavg -> paper-table1.csv: here, fedavg"]
     (row,) = pd.read_csv(tmp_path / "paper-table1.csv").to_dict("records")
     assert (row["accuracy"], row["rounds"], row["of_rounds"], row["changed"]) == (0.3, 3, 5, "rounds=3")
     write("budget", fast, ("five", "fedavg", 0, 5, 5, None, 0.5), ("three", "fedavg", 0, 3, 3, None, 0.3))
