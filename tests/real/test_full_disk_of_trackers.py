@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 
 from cfl_ray.tracking import read_end, read_records
-from jobs.parts import raising
+from jobs.services import raising
 
 BYTES = 16384  # of the disk
 ROUNDS = 120

@@ -12,8 +12,8 @@ from cfl_ray.run_directory import RunDirectory
 from cfl_ray.tracking import Mlflow, RoundRecord, RunInfo, RunLog, deliver_pending
 from cfl_ray.tracking import mlflow as adapter
 from jobs.chaos.mlflow_server import USER
-from jobs.parts.line import Line
-from jobs.parts.mlflow_servers import KINDS, mlflow_server, why_not
+from jobs.services.line import Line
+from jobs.services.mlflow_servers import KINDS, mlflow_server, why_not
 
 pytestmark = pytest.mark.slow
 ROUNDS, METRICS = 100, 22

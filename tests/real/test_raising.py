@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from jobs.parts import raising
+from jobs.services import raising
 
 pytestmark = pytest.mark.slow
 KINDS = itertools.cycle(raising.ERRORS.items())

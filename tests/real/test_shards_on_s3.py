@@ -6,7 +6,7 @@ import pytest
 from commands import call
 
 from cfl_ray import simulate
-from jobs.parts import raising, servers
+from jobs.services import raising, servers
 
 pytestmark = [
     pytest.mark.slow,

@@ -8,7 +8,7 @@ import pytest
 from waiting import until
 
 from cfl_ray.tracking import read_records
-from jobs.parts import slurm
+from jobs.services import slurm
 
 pytestmark = [
     pytest.mark.slow,

@@ -17,7 +17,7 @@ from cfl_ray.config import Experiment, TrackingConfig
 from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.tracking import Delivery, RoundRecord, RunInfo, RunLog, delivery, new_trackers, trackers
 from cfl_ray.tracking.trackers import CsvFile
-from jobs.parts import raising
+from jobs.services import raising
 
 
 class Recording:

@@ -11,7 +11,7 @@ from other_clusters import OtherCluster, cfl_ray, end, rounds_in, served, wait_f
 
 from cfl_ray import load_run, simulate
 from cfl_ray.data.folder import Folder
-from jobs.parts import servers
+from jobs.services import servers
 
 pytestmark = pytest.mark.slow
 

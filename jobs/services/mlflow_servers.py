@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from jobs.chaos.mlflow_server import USER, MlflowServer
-from jobs.parts import servers
+from jobs.services import servers
 
 KINDS = [f"{base}{more}" for base in ("sqlite", *servers.DATABASES) for more in ("", ", login")] + ["sqlite, S3"]
 

@@ -1,11 +1,11 @@
 """Tries the delivery of results to real MLflow servers: what arrived, and what it cost.
 
-    python -m jobs.parts                          # all servers that can be started here
-    python -m jobs.parts --servers sqlite --rounds 20
-    python -m jobs.parts --raise                  # no server: every call of a tracker, figure and report raises
-    python -m jobs.parts --study                  # 20 runs on a server behind a login, 0.4 s a request
+    python -m jobs.services                          # all servers that can be started here
+    python -m jobs.services --servers sqlite --rounds 20
+    python -m jobs.services --raise                  # no server: every call of a tracker, figure and report raises
+    python -m jobs.services --study                  # 20 runs on a server behind a login, 0.4 s a request
 
-Each server is started on this machine and is reached through a proxy with the faults of a line (`jobs.parts.line`).
+Each server is started on this machine and is reached through a proxy with the faults of a line (`jobs.services.line`).
 Entries are those of 22 metrics; `files` are those that arrived as they were; `delay` is the part of the time of the
 rounds (0.02 s each) that they spent in the tracker; `end` is how long the run waited at its end.
 """
@@ -29,9 +29,9 @@ from cfl_ray.tracking import Mlflow, RoundRecord, RunInfo, RunLog, deliver_pendi
 from cfl_ray.tracking.delivery import lacks
 from cfl_ray.tracking.mlflow import connect
 from jobs.chaos.mlflow_server import MlflowServer
-from jobs.parts import raising, study
-from jobs.parts.line import Line
-from jobs.parts.mlflow_servers import KINDS, mlflow_server, version, why_not
+from jobs.services import raising, study
+from jobs.services.line import Line
+from jobs.services.mlflow_servers import KINDS, mlflow_server, version, why_not
 
 METRICS = 22
 _ROUND_SECONDS = 0.02

@@ -1,6 +1,6 @@
 """A study of many runs on an MLflow server behind a login and a slow line: what has arrived, and by how many requests.
 
-    python -m jobs.parts --study [--runs 20] [--rounds 100]
+    python -m jobs.services --study [--runs 20] [--rounds 100]
 
 Logging batches are the requests that carry metrics, and files. The target: all is delivered within 60 s after the end
 of the study, by at most 3 other requests a run: its creation, its data and its end.
@@ -16,8 +16,8 @@ from cfl_ray.study.run import run_study
 from cfl_ray.tracking import deliver_pending
 from cfl_ray.tracking.delivery import lacks
 from cfl_ray.tracking.mlflow import connect
-from jobs.parts.line import Line
-from jobs.parts.mlflow_servers import mlflow_server
+from jobs.services.line import Line
+from jobs.services.mlflow_servers import mlflow_server
 
 DELAY_SECONDS = 0.4
 LATER_SECONDS = 60.0

@@ -1,7 +1,7 @@
 """Runs in which each call of a tracker, of a figure and of the report raises, once or always: each run must be whole.
 
-    python -m jobs.parts --raise
-    python -m jobs.parts --raise MlflowClient figures
+    python -m jobs.services --raise
+    python -m jobs.services --raise MlflowClient figures
 
 A `Target` is one place where code that is not ours, or that a run can do without, is called. Its calls of a run without
 an error are counted; then each of them raises, in a run of its own. A run is whole if it ends, with all rounds on
