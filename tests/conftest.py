@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import functools
 import gc
 import os
 import secrets
@@ -33,8 +34,19 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 
 # Folders of tests that take longest a file; xdist hands out files in this order, so that the workers end together.
-LONGEST_FIRST = ("real", "checkpoint", "tests", "jobs", "on_ray", "study", "runtime", "results", "benchmarks", "cli")
-LONGEST_FIRST += ("methods", "tracking")
+LONGEST_FIRST = (
+    "real",
+    "tests",
+    "jobs",
+    "on_ray",
+    "study",
+    "runtime",
+    "lifecycle",
+    "results",
+    "checkpoint",
+    "benchmarks",
+)
+LONGEST_FIRST += ("cli", "setup", "methods", "tracking", "clock")
 # With `-m slow`: files that take 40 seconds or more by themselves, waiting or computing; the rest fills what is left.
 SLOW_LONGEST_FIRST = (
     *("real/test_mlflow.py", "real/test_slurm.py", "cluster_configs/test_slurm.py"),
@@ -225,6 +237,52 @@ def figures():
     from small_runs import figures
 
     return lambda results: {label: figures(method) for label, method in results.methods.items()}
+
+
+@pytest.fixture
+def experiment(tmp_path):
+    """Makes a small experiment."""
+    from small_runs import small_experiment
+
+    return functools.partial(small_experiment, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def module_experiment(tmp_path_factory):
+    """The same with one output folder for a module, whose tests share hosts or a run."""
+    from small_runs import small_experiment
+
+    return functools.partial(small_experiment, tmp_path_factory.mktemp("module"))
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory):
+    """Run directory of `experiment(rounds=2)`, not to be changed."""
+    from small_runs import small_experiment
+
+    from cfl_ray import simulate
+
+    folder = tmp_path_factory.mktemp("finished")
+    simulate(small_experiment(folder, rounds=2), folder / "run")
+    return folder / "run"
+
+
+@pytest.fixture
+def run_dir(finished_run, tmp_path):
+    """A copy of the finished run, which is this user's."""
+    from cfl_ray.config import load
+    from cfl_ray.results.trust import sign_record
+
+    folder = shutil.copytree(finished_run, tmp_path / "run")
+    sign_record(folder, load(folder / "config.yaml"))
+    return folder
+
+
+@pytest.fixture
+def notes():
+    from small_runs import Notes
+
+    return Notes
 
 
 @pytest.fixture(autouse=True)

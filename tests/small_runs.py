@@ -45,6 +45,28 @@ def merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+def small_experiment(output: Path, **changes) -> Experiment:
+    """A small experiment; sections are merged into these defaults."""
+    values = {
+        "name": "small",
+        "rounds": 4,
+        "methods": ["ditto"],
+        "model": {"options": {"hidden": 16}},
+        "output": str(output),
+        "data": {
+            "source": "synthetic",
+            "synthetic_shape": [8],
+            "synthetic_samples": 20,
+            "partition": {"clients": 12},
+        },
+        "local": {"epochs": 2, "batch_size": 8, "momentum": 0.9},
+        "cohort": {"fraction": 0.75},
+        "runtime": {"engine": "manual", "hosts": 2, "checkpoint_every": 1},
+        "tracking": {"enabled": False},
+    }
+    return Experiment(**merged(values, changes))
+
+
 def metrics_of(result: MethodResult) -> list[dict[str, float]]:
     """The metrics of every round of a method, without the seconds."""
     return [
@@ -66,6 +88,27 @@ class Reports(Watcher):
     def round(self, label, report):
         self.reports.append(report)
         self.of[label].append(report)
+
+
+class Notes(Watcher):
+    """Keeps the notes and warnings of a run, and calls a function after each round."""
+
+    def __init__(self, after_round=lambda number: None):
+        self.lines, self.warnings, self.rounds, self.run_info, self.after_round = [], [], [], {}, after_round
+
+    def started(self, setup, run_dir, run_info):
+        self.run_info = run_info
+
+    def method(self, label, report):
+        self.lines += report.notes
+
+    def round(self, label, report):
+        self.lines += report.notes
+        self.rounds.append(report.round)
+        self.after_round(report.round)
+
+    def warn(self, text):
+        self.warnings.append(text)
 
 
 def simulate_until(round: int, experiment: Experiment, run_dir: Path, **options: Any) -> list[RoundRecord]:

@@ -1,23 +1,16 @@
-"""One Ray for all tests of this folder and its subfolders, small experiments, and a view of the processes."""
+"""One Ray for all tests of this folder and its subfolders, and a view of the processes."""
 
-import functools
 import os
-import shutil
 import sys
 import threading
 from pathlib import Path
 
 import psutil
 import pytest
-from small_runs import merged
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # read when ray is imported
 
-from cfl_ray import Experiment, simulate
-from cfl_ray.config import load
-from cfl_ray.lifecycle.driver import Watcher
 from cfl_ray.plugins.loading import load_plugin
-from cfl_ray.results.trust import sign_record
 
 HERE = Path(__file__).parent
 CPUS, GPUS = 6, 1  # logical: no test needs the hardware
@@ -79,56 +72,6 @@ def previous_actors_have_ended():
     psutil.wait_procs([psutil.Process(pid) for kind in ("ClientHost", "ServerActor") for pid in actors(kind)], 60)
 
 
-def small_experiment(output: Path, **changes) -> Experiment:
-    """A small experiment; sections are merged into these defaults."""
-    values = {
-        "name": "small",
-        "rounds": 4,
-        "methods": ["ditto"],
-        "model": {"options": {"hidden": 16}},
-        "output": str(output),
-        "data": {
-            "source": "synthetic",
-            "synthetic_shape": [8],
-            "synthetic_samples": 20,
-            "partition": {"clients": 12},
-        },
-        "local": {"epochs": 2, "batch_size": 8, "momentum": 0.9},
-        "cohort": {"fraction": 0.75},
-        "runtime": {"engine": "manual", "hosts": 2, "checkpoint_every": 1},
-        "tracking": {"enabled": False},
-    }
-    return Experiment(**merged(values, changes))
-
-
-@pytest.fixture
-def experiment(tmp_path):
-    """Makes a small experiment."""
-    return functools.partial(small_experiment, tmp_path)
-
-
-@pytest.fixture(scope="module")
-def module_experiment(tmp_path_factory):
-    """The same with one output folder for a module, for hosts that its tests share."""
-    return functools.partial(small_experiment, tmp_path_factory.mktemp("module"))
-
-
-@pytest.fixture(scope="session")
-def finished_run(tmp_path_factory):
-    """Run directory of `experiment(rounds=2)`, not to be changed."""
-    folder = tmp_path_factory.mktemp("finished")
-    simulate(small_experiment(folder, rounds=2), folder / "run")
-    return folder / "run"
-
-
-@pytest.fixture
-def run_dir(finished_run, tmp_path):
-    """A copy of the finished run, which is this user's."""
-    folder = shutil.copytree(finished_run, tmp_path / "run")
-    sign_record(folder, load(folder / "config.yaml"))
-    return folder
-
-
 @pytest.fixture
 def logged(tmp_path):
     """Makes a LoggedFederation whose log is `logged.log`."""
@@ -141,32 +84,6 @@ def logged(tmp_path):
     make.read = lambda: module.read(make.log)
     make.end = module.end
     return make
-
-
-class Notes(Watcher):
-    """Keeps the notes and warnings of a run, and calls a function after each round."""
-
-    def __init__(self, after_round=lambda number: None):
-        self.lines, self.warnings, self.rounds, self.run_info, self.after_round = [], [], [], {}, after_round
-
-    def started(self, setup, run_dir, run_info):
-        self.run_info = run_info
-
-    def method(self, label, report):
-        self.lines += report.notes
-
-    def round(self, label, report):
-        self.lines += report.notes
-        self.rounds.append(report.round)
-        self.after_round(report.round)
-
-    def warn(self, text):
-        self.warnings.append(text)
-
-
-@pytest.fixture
-def notes():
-    return Notes
 
 
 def actors(kind: str, of: int | None = None) -> list[int]:

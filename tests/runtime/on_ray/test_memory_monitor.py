@@ -40,7 +40,7 @@ from pathlib import Path
 import ray
 
 from cfl_ray import run, simulate
-from tests.runtime.conftest import Notes, small_experiment
+from small_runs import Notes, small_experiment
 
 folder, notes = Path(sys.argv[1]), Notes()
 ray.init(address="local", num_cpus=4, include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=False)
