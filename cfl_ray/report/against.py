@@ -7,6 +7,7 @@ import numpy as np
 
 from cfl_ray.report.drawing import COLOURS, PageFigure, Plot, canvas, listed, number, safe
 from cfl_ray.report.report_data import Comparison
+from cfl_ray.tracking.metric_titles import title_of
 
 OURS, PUBLISHED, MISPRINT = COLOURS[0], COLOURS[1], "#6B7280"
 
@@ -30,7 +31,7 @@ def _column(table: str, column: str, rows: Sequence[Comparison]) -> PageFigure:
         _points(mean[~credible], std[~credible], places[~credible] - 0.14, "published, misprint", MISPRINT, "x"),
     ]
     unit = f", {rows[0].unit}" if rows[0].unit else ""
-    metrics = sorted({row.metric.replace("_", " ") for row in rows})
+    metrics = sorted({title_of(row.metric).text for row in rows})
     figure = canvas(
         [trace for trace in traces if len(trace["x"])],
         f"{', '.join(metrics)}{unit}",

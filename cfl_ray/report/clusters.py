@@ -8,6 +8,7 @@ import numpy as np
 from cfl_ray.errors import counted
 from cfl_ray.report.drawing import COLOURS, GREY, NAMED, PageFigure, Plot, canvas, line_at, look, number, percent, safe
 from cfl_ray.report.report_data import MethodRun, ReportedExperiment, evenly
+from cfl_ray.tracking.metric_titles import title_of
 
 MOST_ROUNDS, MOST_CLIENTS = 120, 150  # more are not drawn
 MOST_MIXED, MOST_MIXED_ROUNDS = 60, 4  # clients and rounds whose mixture weights are drawn, at most
@@ -249,8 +250,8 @@ def client_figures(experiment: ReportedExperiment) -> list[PageFigure]:
                 "showlegend": False,
             }
         )
-    words = experiment.score.replace("_", " ")
-    figure = canvas(traces, f"{words} of a client", yaxis={"showgrid": False})
+    score = title_of(experiment.score)
+    figure = canvas(traces, score.as_recorded, yaxis={"showgrid": False})
     worst = 10 if experiment.higher_is_better else 90
     tail = {label: float(np.percentile(values, worst)) for label, values in scores_of.items()}
     order = sorted(tail, key=tail.__getitem__, reverse=experiment.higher_is_better)
@@ -263,5 +264,5 @@ def client_figures(experiment: ReportedExperiment) -> list[PageFigure]:
         f". Boxes: the middle half of the clients{seeds}, with median and dashed mean; lines reach from the 5th to the "
         "95th percentile."
     )
-    title = f"{words.capitalize()}, P-server, over the clients in the last evaluation"
+    title = f"{score.text}, P-server, over the clients in the last evaluation"
     return [PageFigure(title, caption, figure, 80 + 32 * len(scores_of))]

@@ -24,6 +24,7 @@ from cfl_ray.report.drawing import (
     with_spread,
 )
 from cfl_ray.report.report_data import MethodRun, ReportedExperiment, evenly, mean_and_std
+from cfl_ray.tracking.metric_titles import title_of
 from cfl_ray.tracking.record import (
     BEST_ROUND,
     RoundRecord,
@@ -72,15 +73,13 @@ def series(runs: Sequence[MethodRun], value_of: Callable[[RoundRecord], float]) 
 def curves(experiment: ReportedExperiment) -> list[PageFigure]:
     """The figures that have data: scores by three protocols, recovery, costs, agreement, clusters, and events."""
     score = experiment.score
-    words = score.replace("_", " ")
-    titles = {
-        score: f"{words.capitalize()}, P-server: the model that the server gives next",
-        f"{score}_local": f"{words.capitalize()}, P-local: the model that a client holds",
-        f"{score}_tuned": f"{words.capitalize()}, P-tune: after further local epochs",
+    protocols = {
+        score: ", P-server: the model that the server gives next",
+        f"{score}_local": ": the model that a client holds",
+        f"{score}_tuned": ": after further local epochs",
     }
-    for metric, protocol in ((score, "P-server"), (f"{score}_local", "P-local"), (f"{score}_tuned", "P-tune")):
-        titles[validation_metric(metric)] = f"{words.capitalize()} on validation data, {protocol}"
-    figures = [_scores(experiment, metric, title) for metric, title in titles.items()]
+    protocols |= {validation_metric(metric): "" for metric in protocols}
+    figures = [_scores(experiment, metric, title_of(metric).text + words) for metric, words in protocols.items()]
     figures += [_recovery(experiment), *_by_costs(experiment)]
     figures += [make(experiment) for make in (_agreement, _clusters, _largest, _events)]
     return [figure for figure in figures if figure is not None]
@@ -207,7 +206,7 @@ def _scores(experiment: ReportedExperiment, metric: str, title: str) -> PageFigu
     spread = f"Mean and standard deviation over {seeds} seeds." if seeds > 1 else "One seed."
     if is_of_validation(metric) and (kept := _best_rounds(experiment)):
         spread += f" Models are kept of the best round: {kept}."
-    return PageFigure(title, f"{caption}. {spread}", _over_rounds(experiment, scores, metric.replace("_", " ")))
+    return PageFigure(title, f"{caption}. {spread}", _over_rounds(experiment, scores, title_of(metric).as_recorded))
 
 
 def _best_rounds(experiment: ReportedExperiment) -> str:
@@ -234,9 +233,9 @@ def _recovery(experiment: ReportedExperiment) -> PageFigure | None:
     changing = sum(experiment.changes.values()) / len(rounds)
     caption = f"Data of {changing:.3g} clients{' on average' * (len(rounds) > 1)} change before {when} (dotted). "
     caption += _recovered(experiment, list(scores))
-    words = experiment.score.replace("_", " ")
-    figure = _over_rounds(experiment, scores, words, shapes=lines)
-    return PageFigure(f"{words.capitalize()}, P-server, of the clients whose data change", caption, figure)
+    score = title_of(experiment.score)
+    figure = _over_rounds(experiment, scores, score.as_recorded, shapes=lines)
+    return PageFigure(f"{score.text}, P-server, of the clients whose data change", caption, figure)
 
 
 def _recovered(experiment: ReportedExperiment, labels: Sequence[str]) -> str:
@@ -283,20 +282,21 @@ def _ends(lines: dict[str, tuple[np.ndarray, Series]], unit: str, least: str, mo
 
 def _by_costs(experiment: ReportedExperiment) -> Iterator[PageFigure]:
     """The score over traffic, over virtual time (runs with a clock), and over epsilon (private runs)."""
-    words = experiment.score.replace("_", " ")
+    score = title_of(experiment.score)
 
     def epsilon(record: RoundRecord) -> float:
         return record.metrics.get("epsilon", math.nan)
 
     sent = "By its last evaluation a client has sent and received: "
-    for cost, what, caption, unit, ends, axis in (
-        (mbit, "the traffic of a client", sent, " Mbit", ("least", "most"), "Mbit per client, down and up"),
-        (virtual_seconds, "virtual time", "The last evaluation is after: ", " s", ("first", "last"), "virtual time, s"),
-        (epsilon, "the privacy budget used", "The last evaluation is at epsilon: ", "", ("least", "most"), "epsilon"),
+    for name, cost, what, caption, unit, ends in (
+        ("mbit", mbit, "the traffic of a client", sent, " Mbit", ("least", "most")),
+        ("virtual_seconds", virtual_seconds, "virtual time", "The last evaluation is after: ", " s", ("first", "last")),
+        ("epsilon", epsilon, "the privacy budget used", "The last evaluation is at epsilon: ", "", ("least", "most")),
     ):
         if lines := _against(experiment, cost):
-            figure = canvas(_lines(experiment, lines), axis, words, hovermode="closest")
-            title = f"{words.capitalize()}, P-server, against {what}"
+            axis = title_of(name).as_recorded
+            figure = canvas(_lines(experiment, lines), axis, score.as_recorded, hovermode="closest")
+            title = f"{score.text}, P-server, against {what}"
             yield PageFigure(title, caption + _ends(lines, unit, *ends), figure)
 
 
@@ -308,7 +308,7 @@ def _agreement(experiment: ReportedExperiment) -> PageFigure | None:
     caption = "Clusters against the true groups (1: the same, 0: as by chance). At the end: "
     caption += listed([f"{label} {ari_of[label].mean_E[-1]:.2f}" for label in order]) + "."
     title = "Agreement of clusters with true groups (adjusted Rand index)"
-    return PageFigure(title, caption, _over_rounds(experiment, ari_of, "ARI"))
+    return PageFigure(title, caption, _over_rounds(experiment, ari_of, title_of("ari").text))
 
 
 def _clusters(experiment: ReportedExperiment) -> PageFigure | None:
@@ -322,7 +322,9 @@ def _clusters(experiment: ReportedExperiment) -> PageFigure | None:
     groups += " after the last round" * experiment.groups_change
     dotted = {"color": "#8A94A0", "width": 1, "dash": "dot"}
     group_line = [line_at(experiment.num_groups, True, dotted)] if experiment.num_groups else []
-    figure = _over_rounds(experiment, counts, "clusters", yaxis={"rangemode": "tozero"}, shapes=group_line)
+    figure = _over_rounds(
+        experiment, counts, title_of("num_clusters").text, yaxis={"rangemode": "tozero"}, shapes=group_line
+    )
     return PageFigure("Clusters that have members", f"At the end: {ends}{groups}.", figure)
 
 

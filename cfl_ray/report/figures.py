@@ -16,6 +16,7 @@ from matplotlib.ticker import MaxNLocator
 
 from cfl_ray.report.drawing import COLOURS
 from cfl_ray.system.files import drafted, private_folder
+from cfl_ray.tracking.metric_titles import title_of
 from cfl_ray.tracking.record import RoundRecord, is_evaluated, mbit, primary_of, validation_metric, virtual_seconds
 
 _DASHES = ("-", "--", ":")
@@ -30,16 +31,14 @@ _TICK_INCHES, _CHARACTER_INCHES = 0.15, 0.09  # left of the panels: the ticks, a
 Records = Sequence[RoundRecord]
 Points = list[tuple[float, float]]  # x, y
 XAxis = Callable[[RoundRecord], float]
-
-X_TITLES: Mapping[XAxis, str] = {mbit: "Mbit per client, down and up", virtual_seconds: "virtual time, s"}
+X_AXES: Mapping[str, XAxis] = {"round": lambda record: record.round, "mbit": mbit, "virtual_seconds": virtual_seconds}
 
 
 class Panel(NamedTuple):
     """A plot of a metric."""
 
     metric: str
-    title: str
-    x_of: XAxis
+    x: str  # a key of X_AXES
 
 
 def write_figures(directory: str | Path, records_by_method: Mapping[str, Records], prefix: str = "") -> list[Path]:
@@ -48,22 +47,11 @@ def write_figures(directory: str | Path, records_by_method: Mapping[str, Records
     private_folder(directory)
     every_metrics = (record.metrics for records in records_by_method.values() for record in records)
     score = next((primary_of(metrics) for metrics in every_metrics if is_evaluated(metrics)), "accuracy")
-    figures = {
-        f"{score}_by_{name}.png": [Panel(score, f"mean client {score.replace('_', ' ')}", x_of)]
-        for name, x_of in (("round", round_of), ("mbit", mbit), ("virtual_seconds", virtual_seconds))
-    }
-    figures[f"{score}_by_round.png"].append(
-        Panel(validation_metric(score), f"mean client {score.replace('_', ' ')} on validation data", round_of)
-    )
-    clusters = [Panel("num_clusters", "clusters", round_of), Panel("ari", "adjusted Rand index", round_of)]
-    figures["clusters_by_round.png"] = clusters
+    figures = {f"{score}_by_{x}.png": [Panel(score, x)] for x in X_AXES}
+    figures[f"{score}_by_round.png"].append(Panel(validation_metric(score), "round"))
+    figures["clusters_by_round.png"] = [Panel("num_clusters", "round"), Panel("ari", "round")]
     written = (_write(directory / f"{prefix}{name}", panels, records_by_method) for name, panels in figures.items())
     return [path for path in written if path]
-
-
-def round_of(record: RoundRecord) -> float:
-    """The number of the round."""
-    return record.round
 
 
 def line_style(place: int) -> tuple[str, str]:
@@ -84,7 +72,7 @@ def _write(path: Path, panels: Sequence[Panel], records_by_method: Mapping[str, 
     line_of: dict[str, Line2D] = {}
     for axes, (panel, lines) in zip(all_axes, drawn, strict=True):
         line_of |= _draw(axes, panel, lines, places)
-    all_axes[-1].set_xlabel(X_TITLES.get(panels[0].x_of, "round"))
+    all_axes[-1].set_xlabel(title_of(panels[0].x).as_recorded)
     methods = [method for method in records_by_method if method in line_of]
     legend = figure.legend([line_of[method] for method in methods], methods, loc="upper right", frameon=False)
     _set_margins(figure, size, list(all_axes), legend.get_window_extent().width / DPI)
@@ -115,7 +103,7 @@ def _lines(records_by_method: Mapping[str, Records], panel: Panel) -> dict[str, 
     """The points of each method that recorded the panel's metric, without values that cannot be drawn."""
     lines = {}
     for method, records in records_by_method.items():
-        points = [(panel.x_of(record), record.metrics.get(panel.metric, math.nan)) for record in records]
+        points = [(X_AXES[panel.x](record), record.metrics.get(panel.metric, math.nan)) for record in records]
         if drawable := [(x, y) for x, y in points if abs(x) < MOST and abs(y) < MOST]:  # NaN is not
             lines[method] = drawable
     return lines
@@ -131,11 +119,11 @@ def _draw(axes: Axes, panel: Panel, lines: Mapping[str, Points], places: Mapping
         (line_of[method],) = axes.plot(
             xs, ys, color=colour, linestyle=dashes, linewidth=1.8, marker=marker, markersize=4
         )
-    axes.set_title(panel.title, loc="left", fontsize=11, y=1.0)
+    axes.set_title(title_of(panel.metric).as_recorded, loc="left", fontsize=11, y=1.0)
     axes.grid(axis="y", color="0.9", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.01)
-    if panel.x_of is round_of:
+    if panel.x == "round":
         whole_ticks(axes.xaxis)
     if panel.metric == "num_clusters":
         axes.set_ylim(bottom=0)

@@ -24,19 +24,11 @@ from cfl_ray.report.drawing import PageFigure, as_json, tested_in_words, with_sp
 from cfl_ray.report.matrices import matrix_figures
 from cfl_ray.report.ranks import rank_diagram
 from cfl_ray.report.report_data import Comparison, Report, ReportedExperiment
-from cfl_ray.tracking.record import is_of_validation, test_metric
+from cfl_ray.tracking.metric_titles import title_of
+from cfl_ray.tracking.record import test_metric
 
-_HEADINGS = {  # column of the table -> its heading
-    "ari": "ARI",
-    "num_clusters": "clusters",
-    "mbit": "Mbit",
-    "macro_f1": "macro F1",
-    "rounds_to_target": "rounds to target",
-    "rounds_to_recover": "rounds to recover",
-}
 TableCell = tuple[str, float | str]  # its text, and the value by which rows are sorted
 _ROUGH = ("num_clusters", "rounds_to_target", "rounds_to_recover", "seconds")  # columns shown with a single decimal
-_PROTOCOLS = {"": "P-server", "_local": "P-local", "_tuned": "P-tune", "_p10": "worst decile", "_p90": "worst decile"}
 
 
 @dataclass(frozen=True)
@@ -143,11 +135,8 @@ def _table_headings(report: Report) -> list[TableHeading]:
 
 
 def _heading(name: str, scores: Collection[str]) -> TableHeading:
-    part, of_test = ("validation " if is_of_validation(name) else ""), test_metric(name)
-    for score, (ending, protocol) in itertools.product(scores, _PROTOCOLS.items()):
-        if of_test == f"{score}{ending}":
-            return TableHeading(f"{part}{score.replace('_', ' ')} {protocol}", f"{name} (docs/metrics.md)")
-    return TableHeading(part + _HEADINGS.get(of_test, of_test.replace("_", " ")), f"{name} (docs/metrics.md)")
+    protocol = ", P-server" if test_metric(name) in scores else ""
+    return TableHeading(f"{title_of(name).as_recorded}{protocol}", f"{name} (docs/metrics.md)")
 
 
 def _is_compared(report: Report) -> bool:
@@ -195,7 +184,7 @@ def _rank_rows(report: Report) -> list[list[TableCell]]:
 
 def _published_row(row: Comparison) -> list[TableCell]:
     return [
-        *((text, text) for text in (row.table, row.column, row.row, row.metric.replace("_", " "))),
+        *((text, text) for text in (row.table, row.column, row.row, title_of(row.metric).text)),
         (_with_std(row.ours, row.ours_std), row.ours),
         (str(row.seeds), row.seeds),
         (_with_std(row.published, row.published_std), row.published),

@@ -5,7 +5,7 @@ The same records give the same bytes: files hold no dates and no random names.
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,13 @@ from matplotlib.figure import Figure
 from cfl_ray.errors import ConfigError, did_you_mean
 from cfl_ray.report.clusters import blocks
 from cfl_ray.report.drawing import COLOURS, GREY
-from cfl_ray.report.figures import MOST, X_TITLES, XAxis, line_style, round_of, whole_ticks
+from cfl_ray.report.figures import MOST, X_AXES, XAxis, line_style, whole_ticks
 from cfl_ray.report.report_data import MethodRun, ReportedExperiment
 from cfl_ray.system.files import SHARED, drafted
-from cfl_ray.tracking.record import mbit, mean_of_runs, virtual_seconds
+from cfl_ray.tracking.metric_titles import title_of
+from cfl_ray.tracking.record import mean_of_runs
 
 FORMATS = ("pdf", "svg")
-X_AXES: Mapping[str, XAxis] = {"round": round_of, "mbit": mbit, "virtual_seconds": virtual_seconds}
 _LOOK: Any = {
     "font.size": 8,
     "axes.labelsize": 8,
@@ -69,8 +69,8 @@ def write_curves(
             axes.plot(x_E, mean_E, color=colour, linestyle=dashes, marker=marker, markersize=3, label=label)
             if np.isfinite(std_E).any():
                 axes.fill_between(x_E, mean_E - std_E, mean_E + std_E, color=colour, alpha=0.18, linewidth=0)
-        axes.set_xlabel(X_TITLES.get(X_AXES[x], "round"))
-        axes.set_ylabel(metric.replace("_", " "))
+        axes.set_xlabel(title_of(x).as_recorded)
+        axes.set_ylabel(title_of(metric).as_recorded)
         axes.margins(x=0.01)
         axes.grid(axis="y", color="0.9", linewidth=0.5)
         axes.spines[["top", "right"]].set_visible(False)

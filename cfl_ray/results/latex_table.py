@@ -24,8 +24,8 @@ from cfl_ray.results.comparison import (
     metrics_of,
     tests_of,
 )
-from cfl_ray.results.metric_titles import PERCENT, title_of
 from cfl_ray.results.significance import CORRECTIONS, LEVEL, NEEDED, TESTS, PairedTest, pairs_in_words
+from cfl_ray.tracking.metric_titles import PERCENT, title_of
 
 _SPECIAL = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"} | {
     letter: rf"\{letter}" for letter in "&%$#_{}"

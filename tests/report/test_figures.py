@@ -38,7 +38,7 @@ def test_runs_with_a_clock_have_a_figure_over_virtual_time(tmp_path, plotted):
     written = write_figures(tmp_path, {"fedavg": records})
     at = [path.name for path in written].index("accuracy_by_virtual_seconds.png")
     (axes,) = plotted[at].axes
-    assert axes.get_xlabel() == "virtual time, s" and axes.lines[0].get_xdata().tolist() == [7.0, 14.0, 21.0]
+    assert axes.get_xlabel() == "Virtual time (s)" and axes.lines[0].get_xdata().tolist() == [7.0, 14.0, 21.0]
 
 
 def test_the_legend_names_the_methods_that_are_drawn_in_their_order(tmp_path, plotted):

@@ -235,7 +235,7 @@ def test_names_of_users_are_text():
 
 
 def test_the_table_is_sortable_and_has_what_readers_need(page):
-    heading = r'<th scope="col" aria-sort="none" class="number"[^>]*><button type="button">accuracy P-server<'
+    heading = r'<th scope="col" aria-sort="none" class="number"[^>]*><button type="button">Accuracy, P-server<'
     assert re.search(heading, page)
     assert '<td data-value="0.85" class="number">0.850 ±\u00a00.071</td>' in page
     assert "<caption>Last evaluation of every method</caption>" in page

@@ -48,7 +48,7 @@ def test_the_same_records_give_the_same_bytes(experiment, tmp_path, style):
 def test_the_width_is_that_of_the_column(experiment, tmp_path):
     """An inch has 72 points."""
     svg = write_curves(tmp_path, experiment, "accuracy", "mbit", 3.3, "svg").read_text()
-    assert f'width="{3.3 * 72:g}pt"' in svg and "Mbit per client" in svg and ">accuracy<" in svg
+    assert f'width="{3.3 * 72:g}pt"' in svg and "Traffic per client (Mbit)" in svg and ">Accuracy<" in svg
     assert all(f">{label}<" in svg for label in experiment.methods) and "7px" in svg
     wide = write_matrix(tmp_path, experiment, "ifca", 7, "svg").read_text()
     assert 'width="504pt"' in wide and "4 clients by true group" in wide

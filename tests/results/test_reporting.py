@@ -203,7 +203,7 @@ def test_a_run_whose_data_change_has_the_recovery_of_its_clients(tmp_path):
         label: run.recovery["backward_transfer"] for label, (run,) in one.methods.items()
     }
     text = write_report([tmp_path / "run"], tmp_path / "page.html").read_text()
-    assert "Accuracy, P-server, of the clients whose data change" in text and "backward transfer" in text
+    assert "Accuracy, P-server, of the clients whose data change" in text and "Backward transfer" in text
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +221,7 @@ def regression(tmp_path_factory, drawing):
 
 def test_another_task_has_its_own_columns(regression):
     page = (regression / "artifacts" / "report.html").read_text()
-    for words in ("mse P-server", "mse worst decile", "Mse, P-local: the model that a client holds"):
+    for words in ("MSE, P-server", "MSE, 90th percentile of clients", "MSE, P-local: the model that a client holds"):
         assert words in page, words
     assert {"mae", "r2"} <= {*report_of(find_runs([regression])).columns}, "and metrics besides its score"
 
@@ -232,7 +232,7 @@ def test_runs_of_two_tasks_have_the_scores_of_both(runs, regression, tmp_path):
         assert {"accuracy", "accuracy_local", "mse", "mse_local"} <= {*report.columns}
         assert {"accuracy", "mse"} <= {*compare_runs(paths).columns}
         page = write_report(paths, tmp_path / "page.html").read_text()
-        assert "mse P-server" in page and "accuracy P-server" in page
+        assert "MSE, P-server" in page and "Accuracy, P-server" in page
     frame = compare_runs([regression])
     assert frame.columns[3] == "mse", "the score of the task, which methods are compared by"
 

@@ -1,8 +1,8 @@
-"""Titles of metrics in tables of papers."""
+"""Titles of metrics in figures, reports and tables."""
 
 import pytest
 
-from cfl_ray.results.metric_titles import title_of
+from cfl_ray.tracking.metric_titles import title_of
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,7 @@ from cfl_ray.results.metric_titles import title_of
         ("validation/loss", "Loss, validation"),
         ("macro_f1", "Macro F1 (%)"),
         ("ece", "ECE"),
-        ("mbit", "Traffic (Mbit)"),
+        ("mbit", "Traffic per client (Mbit)"),
         ("seconds", "Time (s)"),
         ("omega_score", "Omega score"),
         ("rounds_to_target", "Rounds to target"),

@@ -1,4 +1,4 @@
-"""Readable titles of metrics with their units, for tables in papers."""
+"""Readable titles of metrics with their units, for figures, reports and tables in papers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TITLES = {
     "ari": ("ARI", ""),
     "nmi": ("NMI", ""),
     "purity": ("Purity", PERCENT),
-    "mbit": ("Traffic", "Mbit"),
+    "mbit": ("Traffic per client", "Mbit"),
     "mbit_down": ("Traffic down", "Mbit"),
     "mbit_up": ("Traffic up", "Mbit"),
     "mbit_to_target": ("Traffic to target", "Mbit"),
@@ -58,6 +58,11 @@ class Title:
     def factor(self) -> float:
         """The recorded value times this is in the unit."""
         return 100.0 if self.unit == PERCENT else 1.0
+
+    @property
+    def as_recorded(self) -> str:
+        """The title of values that are not multiplied by `factor`."""
+        return self.text if self.unit == PERCENT else str(self)
 
     def __str__(self) -> str:
         return f"{self.text} ({self.unit})" if self.unit else self.text
