@@ -1,5 +1,6 @@
 """The cells of the published tables, the runs that repeat them, and how far the two agree."""
 
+import re
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -19,11 +20,27 @@ WORDS = {"changed": str, "commit": str, "config_hash": str, "run_of": str}  # ty
 FEWEST_ROUNDS = 0.25  # share of a recipe's rounds that a shortened run needs to be compared with a published accuracy
 CLOSE = 2.0  # points; percent of a number of rounds or Mbit; counts of clients and clusters are equal when rounded
 STATES = ("within 2 points", "explained", "open", "not comparable", "not run")
+DATA_SETS = {  # by their words in names of studies and settings
+    "mnist": "MNIST",
+    "fashion mnist": "Fashion-MNIST",
+    "fashion mnist c": "Fashion-MNIST-C",
+    "femnist": "FEMNIST",
+    "cifar": "CIFAR",
+    "cifar10": "CIFAR-10",
+    "cifar100": "CIFAR-100",
+}
+_DATA_SET = re.compile(rf"\b({'|'.join(sorted(DATA_SETS, key=len, reverse=True))})\b")
 SEEDS = 3  # from which on a cell counts as repeated
 PERSONAL = (  # predict with models of single clients
     "local", "lg_fedavg", "ditto", "fedper", "fedrep", "apfl", "pfedme", "pfedgraph", "fedamp", "fedcac", "fedccfa",
     "fedas", "fedac", "cgpfl", "per_fedavg", "fedbabu", "fedbn", "feroma",
 )  # fmt: skip
+
+
+def heading_of(name: str) -> str:
+    """The name of a study, a table or a setting as a heading, with data sets under their names."""
+    words = _DATA_SET.sub(lambda found: DATA_SETS[found[0]], name.replace("_", " ").strip())
+    return words[:1].upper() + words[1:]
 
 
 # files are read and recipes planned once, which takes longer than what is done with them

@@ -28,7 +28,7 @@ from cfl_ray.results.comparison import collected, tests_of
 from cfl_ray.results.significance import FEWEST_PAIRS, LEVEL, holm
 from cfl_ray.run_directory import RunDirectory
 from jobs.official.page import table as markdown
-from jobs.results.cells import ROOT
+from jobs.results.cells import ROOT, heading_of
 
 STUDY = ROOT / "benchmarks" / "field.yaml"
 FOLDER, RUNS, CLIENTS = ROOT / "docs" / "results", "field.csv", "field_clients.csv"
@@ -153,7 +153,7 @@ def section(rows: pd.DataFrame, clients: pd.DataFrame, machine: str, file: Path 
     lines += ["## All kinds", "", ALL_KINDS, ""]
     lines += all_kinds(rows, settings, {"mbit": "Mbit", "cpu": "CPU s"}, ranks_over_clients(clients), kind)
     for setting, of in means_of.items():
-        lines += [f"## {_in_words(setting)}", "", *_of_setting(of)]
+        lines += [f"## {heading_of(setting)}", "", *_of_setting(of)]
     return "\n".join(lines)
 
 
@@ -161,10 +161,6 @@ ALL_KINDS = (
     "Accuracy in percent; bold: the best of a kind, and those that the test does not tell from it. Bold ranks: those "
     "that Nemenyi's test does not tell from the best."
 )
-
-
-def _in_words(setting: str) -> str:
-    return setting.replace("_", " ").capitalize()
 
 
 def means(rows: pd.DataFrame, kind: Mapping[str, str]) -> pd.DataFrame:
@@ -194,8 +190,8 @@ def _where(means_of: Mapping[str, pd.DataFrame]) -> list[str]:
         plain = [_percent(of.loc[name, "accuracy"]) for name in BASELINES]
         shown = [f"{name} {_percent(of.loc[name, 'accuracy'])}" for name in (ours, other)]
         told = [f"{sum(told_from(of, name, 1))} / {sum(told_from(of, name, -1))}" for name in BASELINES]
-        table.append([_in_words(setting), *plain, *shown, *told])
-        sentences.append(f"- **{_in_words(setting)}: {verdict(of)}.** {reasons(of)}")
+        table.append([heading_of(setting), *plain, *shown, *told])
+        sentences.append(f"- **{heading_of(setting)}: {verdict(of)}.** {reasons(of)}")
     clustered = max(sum(of["kind"] == CLUSTERED) for of in means_of.values())
     note = (
         f"Accuracy in percent. Above and below: how many of the {clustered} clustered methods the test finds above and "

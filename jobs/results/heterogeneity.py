@@ -10,14 +10,13 @@ import pandas as pd
 
 from jobs.official.page import table as markdown
 from jobs.results import field
-from jobs.results.cells import ROOT
+from jobs.results.cells import ROOT, heading_of
 
 PAGE, CHOOSING = ROOT / "docs" / "heterogeneity.md", ROOT / "docs" / "choosing.md"
-DIGITS = "Digits"
+DIGITS = heading_of("digits")
 FIGURES = {  # by data set
-    DIGITS: ROOT / "docs" / "results" / "heterogeneity-digits.csv",
-    "Fashion-MNIST": ROOT / "docs" / "results" / "heterogeneity-fashion_mnist.csv",
-    "CIFAR-10": ROOT / "docs" / "results" / "heterogeneity-cifar10.csv",
+    heading_of(name): ROOT / "docs" / "results" / f"heterogeneity-{name}.csv"
+    for name in ("digits", "fashion_mnist", "cifar10")
 }
 SETTINGS = ("label_skew", "feature_shift", "concept_shift", "both", "drift", "mixtures")
 SETTINGS_IN_WORDS = {  # the setting of these studies and that of the field; empty: none

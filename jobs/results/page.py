@@ -23,6 +23,7 @@ from jobs.results.cells import (
     STUDIES,
     Compared,
     cells_of,
+    heading_of,
     read_reasons,
     runs_of,
     study_of,
@@ -651,8 +652,7 @@ def _means(runs: pd.DataFrame, names: set[str]) -> dict[str, str]:
 
 
 def _title(name: str) -> str:
-    title = name.replace("table", "Table ").replace("figure", "Fig. ").replace("_", " ").strip()
-    return title[:1].upper() + title[1:]
+    return heading_of(name.replace("table", "Table ").replace("figure", "Fig. "))
 
 
 def _number(mean: float | None, std: float | None, unit: str) -> str:

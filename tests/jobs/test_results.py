@@ -411,6 +411,19 @@ def test_a_metric_that_some_runs_of_a_cell_lack_is_not_shown_beside_the_mean_ove
     assert results_page._beside(compared(50.0, [whole[0], {"accuracy": 0.7}]), "accuracy_best") == "-"
 
 
+@pytest.mark.parametrize(
+    ("name", "heading"),
+    [
+        ("fashion_mnist_c", "Fashion-MNIST-C"),
+        ("rotated_mnist", "Rotated MNIST"),
+        ("cifar10_iid_b", "CIFAR-10 iid b"),
+        ("num_clusters", "Num clusters"),
+    ],
+)
+def test_headings_have_the_names_of_data_sets(name, heading):
+    assert results_cells.heading_of(name) == heading
+
+
 def test_reasons_and_settings_that_differ_are_notes_of_the_rows():
     changed = {"changed": "rounds=9 evaluation.every=3 evaluation.choice_samples=256 local.lr=0.1"}
     run = {"setting": "cifar10_iid_b", "method": "fedavg", "seed": 0, "accuracy": 0.4, "rounds": 9, "of_rounds": 20}
