@@ -56,18 +56,6 @@ def checkpoint_store(setup: Setup, run_dir: Path | None, label: str) -> Checkpoi
     return CheckpointStore(run.method(label).path, hash, setup.experiment.runtime.keep_last)
 
 
-def _with_place(rounds: Iterator[RoundRecord]) -> Iterator[RoundRecord]:
-    """The rounds; an exception of the user's code in them is a RunError that names its place, as on Ray."""
-    try:
-        yield from rounds
-    except (UserError, OSError):
-        raise
-    except Exception as error:
-        if place := users_place(error):
-            raise RunError(f"{class_and_text(error)} ({place}){notes_of(error)}") from error
-        raise
-
-
 def store_with_lease(setup: Setup, run_dir: Path | None, label: str) -> CheckpointStore | None:
     """The checkpoints of one method, for the process that continues its run: a server before it can no longer save."""
     if (store := checkpoint_store(setup, run_dir, label)) is not None:
@@ -98,7 +86,21 @@ class InProcessSession:
         self.backend = self._backend()
         store = store_with_lease(self.setup, self.run_dir, label)
         self.loop = RoundLoop(self.setup, label, self.worker.network, self.backend, store)
-        return _with_place(self.loop.rounds())
+        return self._rounds_of(self.loop)
+
+    def _rounds_of(self, loop: RoundLoop) -> Iterator[RoundRecord]:
+        """The rounds; an exception of the user's code in them is a RunError that names its place, as on Ray.
+
+        The iterator holds the session, whose settings would otherwise end with the last other reference to it.
+        """
+        try:
+            yield from loop.rounds()
+        except (UserError, OSError):
+            raise
+        except Exception as error:
+            if place := users_place(error):
+                raise RunError(f"{class_and_text(error)} ({place}){notes_of(error)}") from error
+            raise
 
     def _backend(self) -> Any:
         """A new backend. Raises ConfigError for a plugin that is not a backend."""

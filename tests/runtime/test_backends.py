@@ -1,10 +1,15 @@
 """Backends that a config chooses: the figures are those of any other."""
 
+import gc
+
 import pytest
+import torch
 
 import cfl_ray
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.errors import ConfigError, RunError
+from cfl_ray.runtime.session import InProcessSession
+from cfl_ray.setup.prepare import prepare
 
 
 class Counting(InProcessBackend):
@@ -41,6 +46,18 @@ def test_an_own_backend_carries_out_the_exchanges():
 
 def test_run_without_ray_where_the_config_says_so(tmp_path):
     assert cfl_ray.run(experiment(backend="in_process"), tmp_path / "run").run_info["hosts"] == "this process"
+
+
+def test_a_session_lasts_as_long_as_its_rounds_are_read():
+    """Its settings, such as one thread, would end with it, and other sums would follow."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        rounds = InProcessSession(prepare(experiment()), None).rounds("fedper", print)
+        gc.collect()
+        assert [torch.get_num_threads() for _ in rounds] == [1, 1, 1]
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(
