@@ -387,8 +387,3 @@ class Results:
         frame = pd.concat(frames, ignore_index=True)
         first = ["method", "round"]
         return frame[first + [name for name in frame.columns if name not in first]]
-
-    @property
-    def frame(self) -> pd.DataFrame:
-        """The frame of `to_frame()`."""
-        return self.to_frame()

@@ -54,7 +54,7 @@ def run(kept):
 
 
 def test_a_frame_has_every_round_of_every_method(run, in_memory):
-    frame = run.frame
+    frame = run.to_frame()
     assert list(frame.columns[:2]) == ["method", "round"] and frame["round"].tolist() == [1, 2, 3] * len(KEPT)
     assert frame["method"].tolist() == np.repeat(KEPT, 3).tolist()
     assert frame["accuracy"].notna().tolist() == [False, True, True] * len(KEPT)  # evaluated every 2, and the last
