@@ -1,9 +1,9 @@
-"""A federation from the user's own arrays, or from a torch Dataset, held in memory."""
+"""A federation, or a data set to divide, from the user's own arrays; a federation is held in memory."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +11,6 @@ from cfl_ray.core.tasks import TARGETS
 from cfl_ray.data.array_checks import (
     DENSE,
     Array,
-    as_array,
     check_lengths,
     copied_tokens,
     dense_labels,
@@ -24,9 +23,7 @@ from cfl_ray.data.array_checks import (
 from cfl_ray.data.data_set import DataSet
 from cfl_ray.data.federation import DataShape, Federation, Index, IndexedFederation, Scaling, StoredSamples, tested_on
 from cfl_ray.data.plan import split_rows
-from cfl_ray.data.reading import reading
 from cfl_ray.errors import DataError
-from cfl_ray.system.mapped import mapped_array
 
 
 def federation_from_arrays(
@@ -70,27 +67,22 @@ def federation_from_arrays(
     labels: "given": C is the largest label + 1, or `num_classes`; "dense": labels are numbered 0.. in ascending order.
     class_names: the name of each class by its label in y; there are as many classes.
     """
-    x_, y_, ids = inputs_of("x", x, vocabulary), targets_of("y", y, targets), ids_of("clients", clients)
-    check_lengths(len(x_), y=y_, clients=ids)
+    given = _checked(
+        x, y, (x_test, y_test), (x_validation, y_validation), num_classes, vocabulary, targets, labels, class_names
+    )
+    ids = ids_of("clients", clients)
+    check_lengths(len(given.train[0]), clients=ids)
     names, client = np.unique(ids, return_inverse=True)
-    test = _other_samples("test", x_test, y_test, (x_, y_), vocabulary, targets)
-    validation = _other_samples("validation", x_validation, y_validation, (x_, y_), vocabulary, targets)
-    if validation is None and validation_clients is not None:
-        raise DataError("validation_clients names the owners of x_validation, which is not given")
-    y_, (test, validation), found = _relabelled(y_, test, validation, labels=labels, targets=targets)
-    num_classes, names_C = _named(class_names, found, num_classes, targets)
-    others = {"y_test": test, "y_validation": validation}
-    parts = [("y", y_), *((name, None if part is None else part[1]) for name, part in others.items())]
-    classes = num_outputs(num_classes, parts, targets, vocabulary)
-    warnings = *_unused_labels(y_, classes, num_classes, targets), *copied_tokens("y", x_, y_, targets)
-    view = _view(view, test is not None, test_clients is not None, targets)
-    owner = None if test is None or test_clients is None else _owner("test", test_clients, names, len(test[0]))
+    owner = _owner("test", test_clients, names, given.test)
     if owner is not None and len(empty := np.setdiff1d(np.arange(len(names)), owner)):
         client_id = names.tolist()[empty[0]]
         raise DataError(
             f"test_clients: client {client_id!r} has no test sample; leave out test_clients to hold a part out instead"
         )
+    validator = _owner("validation", validation_clients, names, given.validation)
     group_N = _groups(groups, names, client)
+    view = _view(view, given.test is not None, owner is not None, targets)
+
     recipe = {
         "source": "arrays",
         "clients": len(names),
@@ -98,49 +90,54 @@ def federation_from_arrays(
         "holdout": holdout,
         "seed": seed,
         "normalize": normalize,
-        "sha256": digest(x_, y_, client, group_N, *(test or ()), *(() if owner is None else (owner,))),
+        "sha256": digest(*given.train, client, group_N, *(given.test or ()), *(() if owner is None else (owner,))),
     }
     optional = {
         "vocabulary": vocabulary,
         "targets": None if targets == "class" else targets,
-        "num_classes": None if classes == num_outputs(None, parts, targets, vocabulary) else classes,
-        "labels": list(found) if found else None,
-        "class_names": None if class_names is None else list(names_C),
+        "num_classes": None if given.num_classes == given.least_classes else given.num_classes,
+        "labels": list(given.numbered) or None,
+        "class_names": None if class_names is None else list(given.class_names),
         "order": order if order != "random" and view == "holdout" and owner is None else None,
     }
     recipe |= {key: value for key, value in optional.items() if value is not None}
-    rows_N, labels_NC = _rows_by_client(client, len(names)), None
-    parts_N: list[tuple[np.ndarray, ...]] = [(rows, rows[:0]) for rows in rows_N]
-    if view == "label":
-        labels_NC = np.zeros((len(names), classes), bool)
-        labels_NC[client, y_] = True
-    elif test is not None and owner is not None:
-        parts_N = [(rows,) for rows in rows_N]
-        (x_, y_), parts_N = _appended((x_, y_), parts_N, test, _rows_by_client(owner, len(names)))
-        test = None
+    if given.validation is not None:
+        recipe["validation"] = digest(*given.validation, np.zeros(0, np.int64) if validator is None else validator)
+
+    samples, rows_N = given.train, _rows_by_client(client, len(names))
+    parts_N: list[tuple[np.ndarray, ...]] = [(rows, rows[:0]) for rows in rows_N]  # rows for training and for the test
+    if given.test is not None and owner is not None:
+        samples, parts_N = _appended(samples, [(rows,) for rows in rows_N], given.test, owner)
     elif view == "holdout":
         parts_N = _held_out(rows_N, names, holdout, order, seed)
-    validator = np.zeros(0, np.int64)
-    if validation is not None:
-        if validation_clients is not None:
-            validator = _owner("validation", validation_clients, names, len(validation[0]))
-            (x_, y_), parts_N = _appended((x_, y_), parts_N, validation, _rows_by_client(validator, len(names)))
-        recipe["validation"] = digest(*validation, validator)
-    samples, index = _by_client(x_, y_, parts_N, group_N, labels_NC, -1 if view == "holdout" else 0)
-    scaling = Scaling(255.0 if x_.dtype == np.uint8 else 1.0, normalize, vocabulary is not None).check(x_.shape[1:])
-    shape = DataShape(x_.shape[1:], classes, vocabulary, targets, y_.shape[1:], names_C)
-    federation = ArrayFederation(shape, view, recipe, index, scaling, samples, test, [str(name) for name in names])
-    federation.of_labels, federation.has_test_samples = warnings, owner is not None
-    if validation is not None:
-        federation.validate_on(None if validation_clients is not None else validation)
+    if given.validation is not None and validator is not None:
+        samples, parts_N = _appended(samples, parts_N, given.validation, validator)
+    labels_NC = None
+    if view == "label":
+        labels_NC = np.zeros((len(names), given.num_classes), bool)
+        labels_NC[client, given.train[1]] = True
+    samples, index = _by_client(*samples, parts_N, group_N, labels_NC, -1 if view == "holdout" else 0)
+
+    inputs, outputs = (part.shape[1:] for part in samples)
+    scaling = Scaling(float(given.scale), normalize, vocabulary is not None).check(inputs)
+    shape = DataShape(inputs, given.num_classes, vocabulary, targets, outputs, given.class_names)
+    shared = given.test if owner is None else None
+    federation = ArrayFederation(shape, view, recipe, index, scaling, samples, shared, [str(name) for name in names])
+    federation.of_labels, federation.has_test_samples = given.warnings, owner is not None
+    if given.validation is not None:
+        federation.validate_on(given.validation if validator is None else None)
     return federation
 
 
 def _appended(
-    samples: StoredSamples, parts_N: Sequence[tuple[np.ndarray, ...]], more: StoredSamples, own_N: Sequence[np.ndarray]
+    samples: StoredSamples, parts_N: Sequence[tuple[np.ndarray, ...]], more: StoredSamples, owner: np.ndarray
 ) -> tuple[StoredSamples, list[tuple[np.ndarray, ...]]]:
-    """The samples with those of a further part behind them, and the rows of each client with its own in that part."""
+    """The samples with those of a further part behind them, and the rows of each client with its own in that part.
+
+    owner: the client of each sample of the part.
+    """
     first, (x, y), (x_more, y_more) = len(samples[0]), samples, more
+    own_N = _rows_by_client(owner, len(parts_N))
     parts = [(*rows, first + own) for rows, own in zip(parts_N, own_N, strict=True)]
     return (np.concatenate([x, x_more]), np.concatenate([y, y_more])), parts
 
@@ -176,54 +173,108 @@ def data_set_from_arrays(
 
     groups: the true group of each sample. Other arguments: as in `federation_from_arrays`.
     """
-    x_, y_ = inputs_of("x", x, vocabulary), targets_of("y", y, targets)
-    check_lengths(len(x_), y=y_)
-    test = _other_samples("test", x_test, y_test, (x_, y_), vocabulary, targets)
-    validation = _other_samples("validation", x_validation, y_validation, (x_, y_), vocabulary, targets)
-    y_, (test, validation), found = _relabelled(y_, test, validation, labels=labels, targets=targets)
-    num_classes, names_C = _named(class_names, found, num_classes, targets)
-    given = [part for part in (test, validation) if part is not None]
-    test_x, test_y = (np.concatenate([part[axis] for part in given]) if given else None for axis in (0, 1))
-    classes = num_outputs(num_classes, [("y", y_), ("y_test", test_y)], targets, vocabulary)
-    if targets == "class" and classes > np.iinfo(np.int16).max:
-        raise DataError(f"{classes} classes, at most {np.iinfo(np.int16).max} can be divided; give `clients` yourself")
+    given = _checked(
+        x, y, (x_test, y_test), (x_validation, y_validation), num_classes, vocabulary, targets, labels, class_names
+    )
+    if targets == "class" and given.num_classes > np.iinfo(np.int16).max:
+        raise DataError(
+            f"{given.num_classes} classes, at most {np.iinfo(np.int16).max} can be divided; give `clients` yourself"
+        )
     group = None
     if groups is not None:
         of_sample = ids_of("groups", groups)
-        check_lengths(len(x_), groups=of_sample)
+        check_lengths(len(given.train[0]), groups=of_sample)
         group = np.unique(of_sample, return_inverse=True)[1].astype(np.int32)
+    others = [part for part in (given.test, given.validation) if part is not None]
+    test_x, test_y = (np.concatenate(arrays) for arrays in zip(*others, strict=True)) if others else (None, None)
+    stored = TARGETS[targets].stored
     return DataSet(
-        x_,
-        y_.astype(TARGETS[targets].stored),
+        given.train[0],
+        given.train[1].astype(stored),
         test_x,
-        None if test_y is None else test_y.astype(TARGETS[targets].stored),
-        classes,
-        scale=255 if x_.dtype == np.uint8 else 1,
+        None if test_y is None else test_y.astype(stored),
+        given.num_classes,
+        scale=given.scale,
         group=group,
         vocabulary=vocabulary,
         targets=targets,
-        class_names=names_C,
-        warnings=(*_unused_labels(y_, classes, num_classes, targets), *copied_tokens("y", x_, y_, targets)),
-        num_validation=0 if validation is None else len(validation[1]),
+        class_names=given.class_names,
+        warnings=given.warnings,
+        num_validation=0 if given.validation is None else len(given.validation[1]),
+    )
+
+
+# --- checks -------------------------------------------------------------------------------------
+
+MaybeSamples = tuple[Array | None, Array | None]  # x and y as given
+
+
+@dataclass(frozen=True)
+class _Given:
+    """The samples of the caller, checked, with their labels as the caller wants them."""
+
+    train: StoredSamples
+    test: StoredSamples | None
+    validation: StoredSamples | None
+    num_classes: int  # C
+    least_classes: int  # C if the caller gave no number
+    class_names: tuple[str, ...]
+    numbered: tuple[str, ...]  # labels that were numbered anew, as texts; empty: none were
+    warnings: tuple[str, ...]
+
+    @property
+    def scale(self) -> int:
+        """By which inputs are divided."""
+        return 255 if self.train[0].dtype == np.uint8 else 1
+
+
+def _checked(
+    x: Array,
+    y: Array,
+    test: MaybeSamples,
+    validation: MaybeSamples,
+    num_classes: int | None,
+    vocabulary: int | None,
+    targets: str,
+    labels: str,
+    class_names: Sequence[str] | None,
+) -> _Given:
+    """The samples of all parts. Raises DataError, which names the argument."""
+    train = inputs_of("x", x, vocabulary), targets_of("y", y, targets)
+    check_lengths(len(train[0]), y=train[1])
+    parts = {"y": train}  # by the name of their labels in messages
+    for name, other in (("test", test), ("validation", validation)):
+        if (samples := _other_samples(name, *other, train, vocabulary, targets)) is not None:
+            parts[f"y_{name}"] = samples
+    parts, numbered = _relabelled(parts, labels, targets)
+    num_classes, names_C = _named(class_names, numbered, num_classes, targets)
+    y_of = [(name, y_) for name, (_, y_) in parts.items()]
+    classes = num_outputs(num_classes, y_of, targets, vocabulary)
+    x_, y_ = parts["y"]
+    return _Given(
+        parts["y"],
+        parts.get("y_test"),
+        parts.get("y_validation"),
+        classes,
+        num_outputs(None, y_of, targets, vocabulary),
+        names_C,
+        numbered,
+        (*_unused_labels(y_, classes, num_classes, targets), *copied_tokens("y", x_, y_, targets)),
     )
 
 
 def _relabelled(
-    y: np.ndarray, test: StoredSamples | None, validation: StoredSamples | None, *, labels: str, targets: str
-) -> tuple[np.ndarray, tuple[StoredSamples | None, StoredSamples | None], tuple[str, ...]]:
-    """(y, (test samples, validation samples), names of the classes), with labels as `labels` says."""
+    parts: dict[str, StoredSamples], labels: str, targets: str
+) -> tuple[dict[str, StoredSamples], tuple[str, ...]]:
+    """(the parts with labels as `labels` says, the labels that were numbered anew as texts)."""
     if labels not in ("given", "dense"):
         raise DataError(f"labels must be 'given' or 'dense', got {labels!r}")
     if labels == "given":
-        return y, (test, validation), ()
+        return parts, ()
     if targets != "class":
         raise DataError(f"labels: dense is for classes, the targets are {targets!r}; leave it out")
-    given = {"y_test": test, "y_validation": validation}
-    parts = [("y", y), *((name, part[1]) for name, part in given.items() if part is not None)]
-    numbered, names = dense_labels(parts)
-    y_of = {name: y for (name, _), y in zip(parts, numbered, strict=True)}
-    test, validation = (None if part is None else (part[0], y_of[name]) for name, part in given.items())
-    return y_of["y"], (test, validation), names
+    numbered, names = dense_labels([(name, y) for name, (_, y) in parts.items()])
+    return {name: (x, y) for (name, (x, _)), y in zip(parts.items(), numbered, strict=True)}, names
 
 
 def _named(
@@ -347,10 +398,14 @@ def _rows_by_client(client: np.ndarray, count: int) -> list[np.ndarray]:
     return np.split(np.argsort(client, kind="stable"), np.cumsum(np.bincount(client, minlength=count))[:-1])
 
 
-def _owner(part: str, clients: Array, names: np.ndarray, count: int) -> np.ndarray:
-    """The number of the client of each sample of a part."""
+def _owner(part: str, clients: Array | None, names: np.ndarray, samples: StoredSamples | None) -> np.ndarray | None:
+    """The number of the client of each sample of a part; None if `clients` is not given."""
+    if clients is None:
+        return None
+    if samples is None:
+        raise DataError(f"{part}_clients names the owners of x_{part}, which is not given")
     ids = ids_of(f"{part}_clients", clients)
-    check_lengths(count, f"x_{part}", **{f"{part}_clients": ids})
+    check_lengths(len(samples[0]), f"x_{part}", **{f"{part}_clients": ids})
     if unknown := sorted(set(ids.tolist()) - set(names.tolist()), key=str):
         raise DataError(f"{part}_clients: client {unknown[0]!r} has no training sample; leave its {part} samples out")
     return np.searchsorted(names, ids)
@@ -378,8 +433,6 @@ def _other_samples(
 def _view(view: str | None, has_test: bool, has_owners: bool, targets: str) -> str:
     if view == "label" and targets != "class":
         raise DataError(f"the test view label needs classes, the targets are {targets!r}; set data.test.view: cluster")
-    if has_owners and not has_test:
-        raise DataError("test_clients names the owners of x_test, which is not given")
     possible = ("cluster", "label") if has_test and not has_owners else ("holdout",)
     if view is not None and view not in possible:
         raise DataError(
@@ -423,115 +476,3 @@ def digest(*arrays: np.ndarray) -> str:
         summary.update(f"{array.dtype.str}{array.shape}".encode())
         summary.update(np.ascontiguousarray(array).view(np.uint8).data)
     return summary.hexdigest()
-
-
-class PairDataset(Protocol):
-    """A map-style Dataset: it has a length, and dataset[number] is a pair (input, label)."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Any: ...
-
-
-def federation_from_dataset(
-    dataset: PairDataset,
-    clients: Array,
-    *,
-    test: PairDataset | None = None,
-    test_clients: Array | None = None,
-    groups: Mapping[Any, Any] | Array | None = None,
-    num_classes: int | None = None,
-    vocabulary: int | None = None,
-    holdout: float = 0.2,
-    seed: int = 0,
-    view: str | None = None,
-    normalize: list[list[float]] | None = None,
-    targets: str = "class",
-    labels: str = "given",
-    order: str = "random",
-    validation: PairDataset | None = None,
-    validation_clients: Array | None = None,
-    class_names: Sequence[str] | None = None,
-) -> Federation:
-    """A federation in which sample dataset[r] belongs to client clients[r]; every sample is read once.
-
-    An input is a tensor, an array or a PIL image. test, validation: in place of x_test and y_test, and of x_validation
-    and y_validation. Other arguments: as in `federation_from_arrays`.
-    Raises DataError naming the sample that does not fit.
-    """
-    x, y = _arrays(dataset, "dataset", targets)
-    x_test, y_test = (None, None) if test is None else _arrays(test, "test", targets)
-    x_validation, y_validation = (None, None) if validation is None else _arrays(validation, "validation", targets)
-    return federation_from_arrays(
-        x,
-        y,
-        clients,
-        x_test=x_test,
-        y_test=y_test,
-        test_clients=test_clients,
-        groups=groups,
-        num_classes=num_classes,
-        vocabulary=vocabulary,
-        holdout=holdout,
-        seed=seed,
-        view=view,
-        normalize=normalize,
-        targets=targets,
-        labels=labels,
-        order=order,
-        x_validation=x_validation,
-        y_validation=y_validation,
-        validation_clients=validation_clients,
-        class_names=class_names,
-    )
-
-
-def _arrays(dataset: PairDataset, name: str, targets: str) -> tuple[np.ndarray, np.ndarray]:
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise DataError(f"{name} must have a length and samples by number, {type(dataset).__name__} does not")
-    if len(dataset) == 0:
-        raise DataError(f"{name} has 0 samples, expected at least 1")
-    x, labels = np.empty(0), []
-    for row in range(len(dataset)):
-        with reading(f"{name}[{row}]", "a sample", f"correct the dataset ({type(dataset).__name__})"):
-            sample = dataset[row]
-        if not isinstance(sample, (tuple, list)) or len(sample) != 2:
-            columns = ", e.g. [(row['image'], row['label']) for row in dataset]" * isinstance(sample, dict)
-            raise DataError(f"{name}[{row}] is {type(sample).__name__}, expected a pair (input, label){columns}")
-        one = _input(sample[0], f"{name}[{row}]")
-        if row == 0:
-            x = mapped_array((len(dataset), *one.shape), one.dtype)
-        if (one.shape, one.dtype) != (x.shape[1:], x.dtype):
-            raise DataError(
-                f"{name}[{row}] is {one.dtype} {one.shape}, {name}[0] is {x.dtype} {x.shape[1:]}; "
-                "all samples need one shape and type"
-            )
-        x[row] = one
-        labels.append(_target(sample[1], f"{name}[{row}]", targets))
-        if np.shape(labels[-1]) != np.shape(labels[0]):
-            raise DataError(
-                f"the target of {name}[{row}] has shape {np.shape(labels[-1])}, but {name}[0] has {np.shape(labels[0])}"
-            )
-    return x, np.array(labels)
-
-
-def _input(value: Any, name: str) -> np.ndarray:
-    if getattr(value, "mode", None) in ("P", "PA") and hasattr(value, "getbands"):
-        raise DataError(f"{name} is an image of mode {value.mode}, numbers of colours; write image.convert('RGB')")
-    x = as_array(f"the input of {name}", value)
-    if x.dtype == object:
-        raise DataError(f"the input of {name} is {type(value).__name__}, expected a tensor, an array or an image")
-    if hasattr(value, "getbands"):  # a PIL image: (H, W) or (H, W, C)
-        return x[None] if x.ndim == 2 else x.transpose(2, 0, 1)
-    return x
-
-
-def _target(value: Any, name: str, targets: str) -> np.ndarray:
-    y = as_array(f"the target of {name}", value)
-    if targets == "class":
-        if y.size != 1 or not np.issubdtype(y.dtype, np.integer):
-            raise DataError(f"the label of {name} is {y.dtype} of shape {y.shape}, expected one integer")
-        return y.reshape(())
-    if y.dtype == object:
-        raise DataError(f"the target of {name} is {type(value).__name__}, expected numbers")
-    return y
