@@ -21,7 +21,8 @@ from cfl_ray.data.array_checks import (
     targets_of,
 )
 from cfl_ray.data.data_set import DataSet
-from cfl_ray.data.federation import DataShape, Federation, Index, IndexedFederation, Scaling, StoredSamples, tested_on
+from cfl_ray.data.federation import DataShape, Federation, tested_on
+from cfl_ray.data.indexed import Index, IndexedFederation, Scaling, StoredSamples
 from cfl_ray.data.plan import split_rows
 from cfl_ray.errors import DataError
 

@@ -12,7 +12,8 @@ import torch
 from cfl_ray.config.client_ids import clients_in_words
 from cfl_ray.config.shift import SHIFT_KINDS
 from cfl_ray.core.rng import stream
-from cfl_ray.data.federation import Federation, FederationView, Scaling, TensorSamples
+from cfl_ray.data.federation import Federation, FederationView, TensorSamples
+from cfl_ray.data.indexed import Scaling
 from cfl_ray.data.shifts import needed
 from cfl_ray.errors import DataError
 

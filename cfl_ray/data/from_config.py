@@ -25,16 +25,9 @@ from cfl_ray.config.unused import warnings_of_division
 from cfl_ray.core import global_generators
 from cfl_ray.data.data_set import Progress, Source
 from cfl_ray.data.decoding import DECODING
-from cfl_ray.data.federation import (
-    DataShape,
-    Federation,
-    Scaling,
-    layout_warnings,
-    scale_warnings,
-    tested_on,
-    validated_on,
-)
+from cfl_ray.data.federation import DataShape, Federation, tested_on, validated_on
 from cfl_ray.data.folder import PREPARE_AGAIN, Folder
+from cfl_ray.data.indexed import Scaling, layout_warnings, scale_warnings
 from cfl_ray.data.own_data import check_called
 from cfl_ray.data.plan import FederationPlan, make_plan, with_validation_part
 from cfl_ray.data.raw_files import DigestIndex, RawFiles

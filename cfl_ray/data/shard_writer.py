@@ -15,8 +15,9 @@ import pyarrow as pa
 from cfl_ray.core.tasks import TARGETS
 from cfl_ray.data.arrays import ArrayFederation
 from cfl_ray.data.data_set import DataSet, Progress
-from cfl_ray.data.federation import DataShape, Federation, Index, StoredSamples
+from cfl_ray.data.federation import DataShape, Federation
 from cfl_ray.data.folder import Folder
+from cfl_ray.data.indexed import Index, StoredSamples
 from cfl_ray.data.plan import FederationPlan, PlannedClient, TestSet
 from cfl_ray.data.shards import MANIFEST, ShardFile, ShardManifest, index_schema, sample_schema
 from cfl_ray.data.shifts import Variant
@@ -216,14 +217,11 @@ def shard_plan_of(federation: Federation) -> FederationPlan:
     )
     variant, clients = Variant(whole), []
     for client in range(federation.num_clients):
-        first = index.offset_N[client]
-        middle = first + index.train_N[client]
-        last = middle + index.held_out_N[client]
+        train, held_out, validation = (np.arange(rows.start, rows.stop) for rows in index.rows(client))
         name, group, test_set = federation.client_name(client), index.group_N[client], index.test_set_N[client]
-        rows = np.arange(first, middle), np.arange(middle, last)
-        planned = PlannedClient(name, int(group), variant, *rows, int(test_set))
+        planned = PlannedClient(name, int(group), variant, train, held_out, int(test_set))
         if index.validation_N is not None:
-            planned = replace(planned, validation=np.arange(last, last + index.validation_N[client]))
+            planned = replace(planned, validation=validation)
         if index.validation_set_N is not None:
             planned = replace(planned, validation_set=int(index.validation_set_N[client]))
         clients.append(planned)

@@ -17,8 +17,9 @@ import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from cfl_ray.core.tasks import TARGETS
-from cfl_ray.data.federation import DataShape, GroupTransform, Index, IndexedFederation, Scaling, StoredSamples
+from cfl_ray.data.federation import DataShape, GroupTransform
 from cfl_ray.data.folder import PREPARE_AGAIN, Folder
+from cfl_ray.data.indexed import Index, IndexedFederation, Scaling, StoredSamples
 from cfl_ray.errors import DataError
 from cfl_ray.system.collection import paused_collection
 

@@ -17,7 +17,8 @@ from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
 from cfl_ray.core.tasks import Task
 from cfl_ray.core.work import Address
-from cfl_ray.data.federation import Federation, Scaling, TensorSamples
+from cfl_ray.data.federation import Federation, TensorSamples
+from cfl_ray.data.indexed import Scaling
 from cfl_ray.engine.client_state import predicting_row
 from cfl_ray.engine.describing import ClientView
 from cfl_ray.engine.in_process import InProcessBackend

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from cfl_ray.data.federation import Scaling
+from cfl_ray.data.indexed import Scaling
 from cfl_ray.errors import DataError
 
 MEAN, STD = [0.4914, 0.4822, 0.4465], [0.2023, 0.1994, 0.2010]
