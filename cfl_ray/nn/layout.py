@@ -22,6 +22,7 @@ from cfl_ray.nn.held import fingerprint_of
 OFFSETS = (1e2, 1e4)  # means of the tried values, whose standard deviation is 1
 RATIO = 8.0  # of the errors in both layouts from which a function is less exact in channels-last
 ROUNDING = 2e-5  # relative error that is called rounding
+_WIDE = 32  # channels from which oneDNN is faster channels-last (measured: 1.25 times on a CNN with 32 and 64)
 _POSITIONS = 4096  # of an image, times the samples of a batch: sums over fewer positions hide errors
 # Products, most of the time of a forward pass: oneDNN's are equally exact in both layouts.
 _PRODUCTS = {"conv1d", "conv2d", "conv_transpose2d", "linear", "matmul", "bmm"}
@@ -33,6 +34,11 @@ _BY_VALUE = {
     *("maximum", "minimum", "get", "getitem"),  # get: of an attribute such as `shape` or `mT`
 }
 _tried: dict[str, bool] = {}  # whether calls, with the values of their arguments, lose digits; of all modules
+
+
+def suits_channels_last(module: nn.Module) -> bool:
+    """Whether a CPU computes the module's convolutions faster in channels-last layout."""
+    return any(isinstance(m, nn.Conv2d) and m.out_channels >= _WIDE for m in module.modules())
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """The network of a process, into which rows (P,) of parameters and buffers are loaded."""
 
 import copy
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Collection, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
@@ -17,20 +17,15 @@ from cfl_ray.core.tasks import CLASSIFICATION, Task
 from cfl_ray.errors import ConfigError, RunError
 from cfl_ray.nn import functional_dropout
 from cfl_ray.nn.device_memory import DeviceMemory, copied_to, device_of
-from cfl_ray.nn.functional_dropout import DropoutCall
-from cfl_ray.nn.layer_order import LayerOrder
-from cfl_ray.nn.layers import AddressedDropout, replace_layers
-from cfl_ray.nn.layout import inexact_functions
+from cfl_ray.nn.layers import replace_layers
+from cfl_ray.nn.layout import inexact_functions, suits_channels_last
 from cfl_ray.nn.plain import DenseGradients, plain
 from cfl_ray.nn.pooling import FastPooling
 from cfl_ray.nn.precision import autocast
 from cfl_ray.nn.shared import FrozenParameter
-from cfl_ray.nn.side_effects import SideEffects
 from cfl_ray.nn.splitmix import Keys, split
+from cfl_ray.nn.trial_passes import TRIAL_BATCHES, TrialPasses, dropouts_of, samples, tried, with_gradient_hooks
 
-_WIDE = 32  # channels from which oneDNN is faster channels-last (measured: 1.25 times on a CNN with 32 and 64)
-_TRIAL_BATCHES = (2, 3)  # two sizes: they show which axis of an activation is the batch
-_LARGER_BATCH = 20  # a third one, for modules that split large batches
 _TEST_BATCH = 1024
 _TEST_BATCH_CPU = 256  # activations of a small batch stay in the cache (twice as fast on a LeNet-5)
 
@@ -52,11 +47,6 @@ def _laid_out(x: Tensor, channels_last: bool) -> Tensor:
     return torch.empty_like(x, memory_format=form).copy_(x)
 
 
-def _suits_channels_last(module: nn.Module) -> bool:
-    """Whether a CPU computes the module's convolutions faster in channels-last layout."""
-    return any(isinstance(m, nn.Conv2d) and m.out_channels >= _WIDE for m in module.modules())
-
-
 def _with_copies(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Copies of the samples for a forward pass that writes to them."""
     return tuple(x.clone() for x in inputs)
@@ -70,13 +60,6 @@ def new_module(factory: Callable[[], nn.Module], seed: int, index: int) -> nn.Mo
         return plain(factory())
 
 
-def _samples(batch: int, input_shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Numbers from 0 to 1, or the token 1."""
-    if not dtype.is_floating_point:
-        return torch.ones(batch, *input_shape, dtype=dtype)
-    return torch.rand(batch, *input_shape, dtype=dtype, generator=torch.Generator().manual_seed(0))
-
-
 def template_of(
     factory: Callable[[], nn.Module], seed: int, input_shape: tuple[int, ...], dtype: torch.dtype = torch.float32
 ) -> nn.Module | None:
@@ -87,18 +70,13 @@ def template_of(
     module = new_module(factory, seed, 0)
     if all(parameter.requires_grad for parameter in module.parameters()) or with_gradient_hooks(module):
         return None
-    samples = _samples(_TRIAL_BATCHES[0], tuple(input_shape), dtype)
-    if _suits_channels_last(module) and not inexact_functions(new_module(factory, seed, 0), samples):
+    x = samples(TRIAL_BATCHES[0], tuple(input_shape), dtype)
+    if suits_channels_last(module) and not inexact_functions(new_module(factory, seed, 0), x):
         for parameter in module.parameters():
             if parameter.ndim == 4 and not parameter.requires_grad:
                 parameter.data = _laid_out(parameter.data, channels_last=True)
     FrozenParameter.replace_in(module)
     return module
-
-
-def with_gradient_hooks(module: nn.Module) -> list[str]:
-    """Names of the parameters with hooks of `register_hook`, which change their gradients."""
-    return [name for name, parameter in module.named_parameters() if parameter._backward_hooks]
 
 
 def _tied(module: nn.Module) -> dict[str, str]:
@@ -119,12 +97,7 @@ def _kind(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-# attributes of `Network` that follow from its trial passes, beside the sample shapes of its dropout layers
-_OF_TRIAL = (
-    *("output_shape", "last_layer", "random_forward", "batch_statistics", "side_effect", "inexact"),
-    *("_not_linear", "_effects", "_has_sparse_gradients", "_pools", "_kept", "_calls"),
-)
-_TRIALS: dict[Hashable, tuple[dict[str, Any], dict[str, tuple[int, ...] | None]]] = {}  # of this process
+_TRIALS: dict[Hashable, TrialPasses] = {}  # of this process, by `Network.key`
 
 
 class Network:
@@ -142,11 +115,12 @@ class Network:
     key:          equal for networks whose modules differ by their weights alone: a process makes the trial passes and
                   the graph of the first one on a device, as others would have the same. None: of each network.
 
-    Attributes on the layout of images in memory:
-
     wide:          whether this device computes the convolutions faster channels-last.
-    inexact:       names of functions of the module that lose digits channels-last (`nn.layout`).
-    channels_last: the layout of the module's passes: channels-last if it is faster and as exact.
+    channels_last: the layout of images in the module's passes: channels-last if it is faster and as exact.
+    dropouts:      dropout layers and calls of functional dropout whose masks engines draw, by name.
+    dropout_calls: of these, the calls of functional dropout.
+
+    The other public attributes that `__init__` does not explain are those of `TrialPasses`.
     """
 
     def __init__(
@@ -167,83 +141,77 @@ class Network:
         self.dtype, self.precision = dtype, precision
         self.memory = DeviceMemory(self.device, memory_share)
         self.key = None if key is None else (key, self.device.type)
-        attributes, sample_shapes = _TRIALS.get(self.key, ({}, {}))
-        self._kept = frozenset[str]()  # dropout layers that are not replaced
-        self.inexact = frozenset[str]()
-        vars(self).update(attributes)
-        self.dropouts: dict[str, AddressedDropout] = {}
-        self.dropout_calls: dict[str, AddressedDropout] = {}
         self.seed, self.template = seed, template
-        self.module = self._new_module()
-        self.tied = _tied(self.module)
-        self.spec = ParamSpec.of(self.module)
-        row_P = self.spec.row_of(self.module)
-        rest = {name: b.clone() for name, b in self.module.named_buffers() if name not in self.spec.names}
-        masks = {f"{name}.mask" for name, part in self.module.named_modules() if isinstance(part, AddressedDropout)}
-        # buffers of the factory that are not part of a row, with their first values
-        self.outside = {name: buffer for name, buffer in rest.items() if name not in masks}
-        if attributes:
-            self._collect_dropouts(sample_shapes)
-        else:
-            self._trial_forward()
-        if self._effects.inputs:
+        self.module, trial, row_P = self._tried_module()
+        self.output_shape, self.last_layer, self.inexact = trial.output_shape, trial.last_layer, trial.inexact
+        self.random_forward, self.batch_statistics = trial.random_forward, trial.batch_statistics
+        self.side_effect, self._trial = trial.side_effect, trial
+        self._collect_dropouts()
+        if trial.effects.inputs:
             self.module.register_forward_pre_hook(_with_copies)
-        statistics = frozenset(self.spec.names[self.spec.num_params :])
-        self.spec = replace(self.spec, constant=statistics - self._effects.changed, not_linear=self._not_linear)
-        # buffers that are not part of a row and may change in a forward pass: `load` resets them to these values
-        self.counters = {
-            name: initial
-            for name, initial in rest.items()
-            if not (initial.is_floating_point() or initial.is_complex()) or name in self._effects.changed
-        }
         self._check_statistics()
         self.module.eval()
         self._check_layout(self.module, "after a forward pass")
         self.module.to(self.device)
-        self.counters = {name: initial.to(self.device) for name, initial in self.counters.items()}
         self.recurrent = any(isinstance(m, nn.RNNBase) for m in self.module.modules())
-        self.flat = row_P.to(self.device)
         self.params: list[Tensor] = [p for p in self.module.parameters() if p.requires_grad]
         self._trains = [
             (name, parameter, parameter.requires_grad) for name, parameter in self.module.named_parameters()
         ]
-        self.wide = self.device.type == "cpu" and _suits_channels_last(self.module)
-        if self.wide and not attributes:
-            self.inexact = inexact_functions(self._new_module(), self._others(_TRIAL_BATCHES[0]))
         self.channels_last = self.wide and not self.inexact
-        # parameters in another memory layout or memory, with their view into `flat`
-        self.reordered: list[tuple[nn.Parameter, Tensor]] = []
-        # float buffers that a forward pass replaces: module, name and view into `flat`
-        self._replaced: list[tuple[nn.Module, str, Tensor]] = []
+        self.flat = row_P.to(self.device)
         self._bind_to_flat()
-        buffers = dict(self.module.named_buffers())
-        self._counted = [
-            (buffers[n], initial) for n, initial in self.counters.items() if n not in self._effects.replaced
-        ]
         self.load(row_P)
-        if self.key is not None and not attributes:
-            shapes = {name: layer.sample_shape for name, layer in self._layers_of_dropout().items()}
-            _TRIALS[self.key] = {name: vars(self)[name] for name in _OF_TRIAL}, shapes
 
-    def _build(self, seed: int, index: int) -> nn.Module:
-        module = new_module(self.factory, seed, index)
-        replace_layers(module, self._kept)
-        return module
+    def _tried_module(self) -> tuple[nn.Module, TrialPasses, Tensor]:
+        """The module after its trial passes, which change its buffers, what they show, and its row (P,) before them.
 
-    def _new_module(self) -> nn.Module:
+        Sets `tied`, `spec`, `wide`, and buffers that are not part of a row with their first values: `outside`, those of
+        the factory, and `counters`, of all that may change in a forward pass, to which `load` resets them.
+        """
+        trial = _TRIALS.get(self.key)
+        module = self._first_module(frozenset() if trial is None else trial.kept_dropouts)
+        self.tied, spec = _tied(module), ParamSpec.of(module)
+        row_P = spec.row_of(module)
+        rest = {name: buffer.clone() for name, buffer in module.named_buffers() if name not in spec.names}
+        masks = {f"{name}.mask" for name in dropouts_of(module)}
+        self.outside = {name: buffer for name, buffer in rest.items() if name not in masks}
+        self.wide = self.device.type == "cpu" and suits_channels_last(module)
+        if trial is None:
+            module, trial = tried(module, self._first_module, spec, self.input_shape, self.dtype, self.wide)
+            if self.key is not None:
+                _TRIALS[self.key] = trial
+        changed = trial.effects.changed
+        statistics = frozenset(spec.names[spec.num_params :])
+        self.spec = replace(spec, constant=statistics - changed, not_linear=trial.not_linear)
+        self.counters = {
+            name: initial.to(self.device)
+            for name, initial in rest.items()
+            if not (initial.is_floating_point() or initial.is_complex()) or name in changed
+        }
+        return module, trial, row_P
+
+    def _first_module(self, kept_dropouts: Collection[str]) -> nn.Module:
         """A module with the frozen parameters of the run."""
-        if self.template is None:
-            return self._build(self.seed, 0)
-        module = copy.deepcopy(self.template)
-        replace_layers(module, self._kept)
+        module = new_module(self.factory, self.seed, 0) if self.template is None else copy.deepcopy(self.template)
+        replace_layers(module, kept_dropouts)
         return module
+
+    def _collect_dropouts(self) -> None:
+        """Sets `dropouts` and `dropout_calls`."""
+        layers = dropouts_of(self.module)
+        for name, layer in layers.items():
+            layer.sample_shape = self._trial.sample_shapes[name]
+        self.dropout_calls = {f"call {number}": call.layer() for number, call in enumerate(self._trial.calls)}
+        self.dropouts = {name: m for name, m in layers.items() if m.sample_shape is not None} | self.dropout_calls
 
     def new_model(self, seed: int, index: int) -> Tensor:
         """Row (P,) of the `index`-th independent initialisation under `seed`.
 
         Raises ConfigError if its trained parameters or buffers differ from those of the first model.
         """
-        module = self._build(seed, index)
+        module = new_module(self.factory, seed, index)
+        replace_layers(module, self._trial.kept_dropouts)
         self._check_layout(module, "in another call of its factory")
         return self.spec.row_of(module)
 
@@ -272,7 +240,7 @@ class Network:
         persistent = self.module.state_dict().keys()
         for name, initial in self.outside.items():
             numbers = initial.is_floating_point() or initial.is_complex()
-            if numbers and name in self._effects.changed and name in persistent:
+            if numbers and name in self._trial.effects.changed and name in persistent:
                 raise ConfigError(
                     f"forward passes change the model's buffer {name}, of {_kind(initial)}: it can only be averaged as "
                     "float32; register it as float32, or with persistent=False if it need not be saved"
@@ -287,7 +255,7 @@ class Network:
     @property
     def constant_buffers(self) -> dict[str, Tensor]:
         """The buffers outside the row that no forward pass changes, by name."""
-        outside = self._effects.changed.union(self.spec.names)
+        outside = self._trial.effects.changed.union(self.spec.names)
         return {name: buffer for name, buffer in self.module.named_buffers() if name not in outside}
 
     @property
@@ -296,183 +264,22 @@ class Network:
         return {name: p.detach().cpu() for name, p in self.module.named_parameters() if not p.requires_grad}
 
     @torch.no_grad()
-    def _trial_forward(self) -> None:
-        """Sets these attributes by forward passes in training mode, which change buffers of the module.
-
-        output_shape:     shape of the output for one sample.
-        last_layer:       name of the layer with trained parameters that is called last.
-        dropouts:         dropout layers and calls of functional dropout whose masks engines draw, by name.
-        dropout_calls:    of these, the calls of functional dropout.
-        random_forward:   whether a forward pass in training draws from PyTorch's global generator: dropout of attention
-                          and recurrent layers, noise; also dropout that cannot have masks by sample, because the first
-                          axis of its inputs is not the batch or the passes differ.
-        batch_statistics: whether outputs, float buffers or gradients depend on the other samples of a batch or their
-                          number, as with BatchNorm, and with gradients of embeddings that are divided by how often a
-                          token occurs.
-        side_effect:      reason why only the sequential engine can train the network: its forward pass changes
-                          parameters, or buffers in another way than BatchNorm; None if it does not.
-        """
-        layers, draws, calls = self._trial_passes()
-        self._kept = frozenset(name for name, layer in layers.items() if not layer.regular(list(_TRIAL_BATCHES)))
-        if self._kept:  # they stay nn.Dropout, which calls functional dropout
-            self.module = self._new_module()
-            layers, draws, calls = self._trial_passes()
-        for layer in layers.values():
-            layer.end_trial()
-        self._calls = tuple(calls[0]) if not draws and self._have_masks(calls) else ()
-        self._collect_dropouts({name: layer.sample_shape for name, layer in layers.items()})
-        self.random_forward = draws or len(calls[0]) > len(self.dropout_calls)
-        effects = self._effects
-        self.batch_statistics = (
-            any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.module.modules())
-            or not effects.changed.isdisjoint(self.spec.names[self.spec.num_params :])
-            or (not effects.changed and self._mixes_samples())
-        )
-        self.side_effect = self._why_only_sequential()
-        if effects.inputs and isinstance(self.module, torch.jit.ScriptModule):
-            raise ConfigError(
-                "the model is TorchScript and writes to its inputs, which then have other values in the next "
-                "epoch; clone them in forward, or give the module as it was before torch.jit"
-            )
-
-    def _layers_of_dropout(self) -> dict[str, AddressedDropout]:
-        return {name: part for name, part in self.module.named_modules() if isinstance(part, AddressedDropout)}
-
-    def _collect_dropouts(self, sample_shapes: dict[str, tuple[int, ...] | None]) -> None:
-        """Sets `dropouts` and `dropout_calls`: layers that are called, and `_calls`. sample_shapes: of the layers."""
-        layers = self._layers_of_dropout()
-        for name, layer in layers.items():
-            layer.sample_shape = sample_shapes[name]
-        self.dropout_calls = {f"call {number}": call.layer() for number, call in enumerate(self._calls)}
-        self.dropouts = {name: m for name, m in layers.items() if m.sample_shape is not None} | self.dropout_calls
-
-    def _mixes_samples(self) -> bool:
-        """Whether the outputs or gradients of samples in training depend on the others of the batch or their number."""
-        if self.random_forward:
-            return False
-        x = self._others(_TRIAL_BATCHES[1])
-        with global_generators.kept(), functional_dropout.Recording(), self.dense_gradients():
-            outputs, gradient = self._of_first_samples(x.clone())
-            without_last, moved = self._of_first_samples(x[:-1].clone())
-        far = 1e-3 * torch.linalg.vector_norm(gradient) + 1e-6  # false for NaN
-        is_close = torch.allclose(outputs, without_last, rtol=1e-3, atol=1e-5, equal_nan=True)
-        return not is_close or bool(torch.linalg.vector_norm(gradient - moved) > far)
-
-    def _of_first_samples(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The outputs of all samples but the last of a trial batch, and the gradient of a weighted sum of them.
-
-        The gradient is empty without a backward pass.
-        """
-        params = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        with torch.enable_grad():
-            outputs = self.module(x)[: _TRIAL_BATCHES[1] - 1]
-            total = (outputs * _samples(len(outputs), self.output_shape, torch.float32)).sum()
-            try:
-                grads = torch.autograd.grad(total, params, allow_unused=True, materialize_grads=True)
-            except (RuntimeError, ValueError):  # its training says why
-                grads = ()
-        return outputs.detach(), torch.cat([torch.zeros(0), *(grad.reshape(-1).float() for grad in grads)])
-
-    def _changed_by_backward(self) -> str | None:
-        """A buffer that a backward pass changes, on a trial batch; None if there is none, or no backward pass."""
-        params = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        with global_generators.kept(), functional_dropout.Recording(), self.dense_gradients(), torch.enable_grad():
-            outputs = self.module(self._others(_TRIAL_BATCHES[1]))
-            before = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-            with suppress(RuntimeError, ValueError):  # its training says why
-                torch.autograd.grad(outputs.sum(), params, allow_unused=True)
-        after = self.module.named_buffers()
-        return next((name for name, buffer in after if not torch.equal(buffer, before[name])), None)
-
-    def _why_only_sequential(self) -> str | None:
-        changed = self._effects.changed
-        if self._draws_in_python:
-            return "its forward pass draws from the global generator of NumPy or `random`"
-        owners = dict(self.module.named_modules())
-        if scripted := [name for name, part in owners.items() if isinstance(part, torch.jit.ScriptModule)]:
-            return (
-                f"{f'module {scripted[0]}' if scripted[0] else 'it'} is TorchScript, whose tensors cannot be replaced"
-            )
-        for name in self.spec.names[: self.spec.num_params]:
-            if name in changed:
-                return f"its forward pass changes the parameter {name}"
-        if changed and (buffer := self._changed_by_backward()):
-            return f"its backward pass changes the buffer {buffer}, as checkpoints do that repeat forward passes"
-        if hooked := with_gradient_hooks(self.module):
-            return f"its parameter {hooked[0]} has a gradient hook"
-        for name, _ in self.module.named_buffers():
-            replaced = name in self._effects.replaced
-            owner = owners[name.rpartition(".")[0]]
-            counts = isinstance(owner, nn.modules.batchnorm._NormBase)  # num_batches_tracked
-            if replaced or (name in changed and name not in self.spec.names and not counts):
-                return f"its forward pass {'replaces' if replaced else 'changes'} the buffer {name}"
-        return None
-
-    def _trial_passes(self) -> tuple[dict[str, AddressedDropout], bool, list[list[DropoutCall]]]:
-        """Forward passes without dropout, which set `output_shape`.
-
-        Returns the dropout layers, each in its trial, whether the passes draw random numbers, and their functional
-        dropouts.
-        """
-        layers = self._layers_of_dropout()
-        for layer in layers.values():
-            layer.trial = []
-        frozen = [name for name, p in self.module.named_parameters() if not p.requires_grad]
-        order = LayerOrder(self.module)
-        self._effects = SideEffects()
-        draws, calls, self._draws_in_python = False, list[list[DropoutCall]](), False
-        self._has_sparse_gradients = self._pools = False
-        inputs = self._zeros(_TRIAL_BATCHES[0]), self._others(_TRIAL_BATCHES[1])
-        with global_generators.kept():
-            global_generators.seed_all(0)
-            before = global_generators.states()
-            for x in inputs:
-                global_generators.seed_all(0)
-                recording, dense, pooling = functional_dropout.Recording(), DenseGradients(), FastPooling()
-                # these are told of each look at a tensor, and the observation looks at many
-                with self._effects.observed(self.module, x), recording, dense, order, pooling:
-                    outputs = self.module.train()(x)
-                after = global_generators.states()
-                draws |= before != after
-                self._draws_in_python |= before[1:] != after[1:]
-                self.output_shape = tuple(outputs.shape[1:])
-                calls.append(recording.calls)
-                self._has_sparse_gradients |= dense.calls > 0
-                self._pools |= pooling.calls > 0
-        self.last_layer, self._not_linear = order.last_of(self.spec.layers), frozenset(order.not_linear)
-        if written := [name for name in frozen if name in self._effects.changed]:
-            raise ConfigError(f"the model writes to its frozen parameter {written[0]}, which all clients share")
-        return layers, draws, calls
-
-    def _have_masks(self, calls: list[list[DropoutCall]]) -> bool:
-        """Whether functional dropout can have masks by sample; `calls`: of the trial passes."""
-        if not calls[0] or not functional_dropout.regular(calls, _TRIAL_BATCHES):
-            return False
-        with functional_dropout.Recording() as recording:
-            self.module(self._others(_LARGER_BATCH))
-        same = functional_dropout.regular([calls[0], recording.calls], [_TRIAL_BATCHES[0], _LARGER_BATCH])
-        return same and not functional_dropout.repeated_backwards(self.module, self._others(_TRIAL_BATCHES[0]))
-
-    @torch.no_grad()
     def why_not_batch_of(self, size: int) -> str | None:
         """The error of a forward pass in training mode on `size` samples; None if it succeeds."""
-        module = self._new_module().train()
+        module = self._first_module(self._trial.kept_dropouts).train()
         try:
             with global_generators.kept():
-                module(self._zeros(size))
+                module(torch.zeros(size, *self.input_shape, dtype=self.dtype))
         except ValueError as error:
             return str(error)
         return None
 
-    def _zeros(self, batch: int) -> Tensor:
-        return torch.zeros(batch, *self.input_shape, dtype=self.dtype)
-
-    def _others(self, batch: int) -> Tensor:
-        """Other samples than zeros."""
-        return _samples(batch, self.input_shape, self.dtype)
-
     def _bind_to_flat(self) -> None:
         """Makes trained parameters and float buffers views into `flat`; weights in channels-last layout are copies."""
+        # parameters in another memory layout or memory, with their view into `flat`
+        self.reordered: list[tuple[nn.Parameter, Tensor]] = []
+        # float buffers that a forward pass replaces: module, name and view into `flat`
+        self._replaced: list[tuple[nn.Module, str, Tensor]] = []
         views = self.spec.tensors(self.flat)
         for name, parameter in self.module.named_parameters():
             if not parameter.requires_grad:
@@ -481,7 +288,7 @@ class Network:
             elif self.channels_last and parameter.ndim == 4:
                 parameter.data = _channels_last(views[name])
                 self.reordered.append((parameter, views[name]))
-            elif name in self._effects.replaced:
+            elif name in self._trial.effects.replaced:
                 parameter.data = views[name].clone()
                 self.reordered.append((parameter, views[name]))
             else:
@@ -496,8 +303,12 @@ class Network:
                     buffer.data = views[full]
                 else:
                     module._buffers[name] = views[full]
-                    if full in self._effects.replaced:
+                    if full in self._trial.effects.replaced:
                         self._replaced.append((module, name, views[full]))
+        buffers = dict(self.module.named_buffers())
+        self._counted = [
+            (buffers[n], initial) for n, initial in self.counters.items() if n not in self._trial.effects.replaced
+        ]
 
     @torch.no_grad()
     def load(self, row_P: Tensor) -> None:
@@ -509,7 +320,7 @@ class Network:
             module._buffers[name] = view
         for buffer, initial in self._counted:
             buffer.copy_(initial)
-        for name in self._effects.replaced & self.counters.keys():
+        for name in self._trial.effects.replaced & self.counters.keys():
             path, _, own = name.rpartition(".")
             self.module.get_submodule(path)._buffers[own] = self.counters[name].clone()
 
@@ -564,7 +375,7 @@ class Network:
 
     def dense_gradients(self) -> AbstractContextManager[object]:
         """Context for a forward pass in which functions with sparse gradients have dense ones."""
-        return DenseGradients() if self._has_sparse_gradients else nullcontext()
+        return DenseGradients() if self._trial.has_sparse_gradients else nullcontext()
 
     def trained_outputs(self, x: Tensor, tensors: dict[str, Tensor] | None = None) -> Tensor:
         """Outputs (B, ...), float32, of a forward pass in training, in the network's precision.
@@ -603,7 +414,7 @@ class Network:
         """Raises ConfigError unless a forward pass shows the inputs of the last layer, one row for each sample."""
         self.module.eval()
         with torch.no_grad(), self.kept_features() as features:
-            self.module(self.input(self._others(2)))
+            self.module(self.input(samples(2, self.input_shape, self.dtype)))
         if len(features) != 1 or len(features[0]) != 2:
             raise ConfigError(
                 f"the inputs of the last layer ({self.spec.layers[-1]}) are needed: a forward pass of 2 samples must "
@@ -665,7 +476,7 @@ class Network:
         self.module.eval()
 
         def outputs(batch: int) -> Tensor:
-            with FastPooling() if self._pools else nullcontext():
+            with FastPooling() if self._trial.pools else nullcontext():
                 return torch.cat([self.module(self.input(part)) for part in x.split(batch)])
 
         batch = _TEST_BATCH_CPU if self.device.type == "cpu" else _TEST_BATCH

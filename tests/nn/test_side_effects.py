@@ -299,4 +299,4 @@ def test_a_compiled_model_has_the_same_effects():
             return self.head(self.drop(x))
 
     network = Network(Compiled, (INPUTS,))
-    assert network._effects.changed == {"passes"} and list(network.dropouts) == ["call 0"]
+    assert network._trial.effects.changed == {"passes"} and list(network.dropouts) == ["call 0"]
