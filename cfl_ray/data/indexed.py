@@ -25,7 +25,7 @@ StoredSamples = tuple[np.ndarray, np.ndarray]  # x (n, *input) as stored, y (n, 
 _LARGE = 10.0  # root mean square of a channel far above that of normalised inputs, which is 1
 
 
-class ClientRows(NamedTuple):
+class RowsOfParts(NamedTuple):
     """The rows of a client within its file."""
 
     train: slice
@@ -47,11 +47,11 @@ class Index:
     validation_N: np.ndarray | None = None  # int64: number of validation rows, the last ones; None: there are none
     validation_set_N: np.ndarray | None = None  # int32: -1: no shared validation set; None: there are none
 
-    def rows(self, client: int) -> ClientRows:
+    def rows(self, client: int) -> RowsOfParts:
         """The rows of each part of a client's samples."""
         sizes = self.train_N, self.held_out_N, self.validation_N
         ends = np.cumsum([self.offset_N[client], *(0 if size_N is None else size_N[client] for size_N in sizes)])
-        return ClientRows(*(slice(first, last) for first, last in pairwise(ends.tolist())))
+        return RowsOfParts(*(slice(first, last) for first, last in pairwise(ends.tolist())))
 
 
 @dataclass(frozen=True)
