@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -146,6 +146,12 @@ def may_import(run_dir: Path, trust: bool) -> bool:
 
     RunDirectory(run_dir).require_run()
     return is_trusted(lambda: load_record(run_dir, connects=False), trust)
+
+
+def may_import_each(run_dirs: Iterable[Path], trust: bool) -> bool:
+    """As `may_import`, of several runs: each that is not trusted is asked about, before any of them is read."""
+    answers = [may_import(run_dir, trust) for run_dir in run_dirs]
+    return trust or any(answers)
 
 
 def check_code(check: Callable[[bool], object], trust: bool) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cfl_ray.cli.console import out, say, warn
-from cfl_ray.cli.inputs import STDOUT, Code, RunDir, Trust, may_import, place
+from cfl_ray.cli.inputs import STDOUT, Code, RunDir, Trust, may_import, may_import_each, place
 from cfl_ray.errors import ConfigError, command
 
 if TYPE_CHECKING:
@@ -190,14 +190,13 @@ def _evaluated(
     from cfl_ray.results.comparison import collected
     from cfl_ray.run_directory import RunDirectory
 
-    is_study = [RunDirectory(run_dir).is_study for run_dir in run_dirs]
-    for run_dir, of_study in zip(run_dirs, is_study, strict=True):
-        if not of_study:
-            trust = may_import(run_dir, trust)
+    runs = [run_dir for run_dir in run_dirs if not RunDirectory(run_dir).is_study]
+    trust = may_import_each(runs, trust)
     found = collected(run_dirs, metrics, trust, of_round, code)
     if not found[0]:
         named = ", ".join(map(str, run_dirs))
-        what = f"no run of {named} is finished" if any(is_study) else f"no method of {named} has been evaluated"
+        with_study = len(runs) < len(run_dirs)
+        what = f"no run of {named} is finished" if with_study else f"no method of {named} has been evaluated"
         raise ConfigError(f"{what} yet; see its progress with: {command('status', run_dirs[0])}")
     return found
 
@@ -287,9 +286,7 @@ def report(
     from cfl_ray.results.reporting import report_page, write_report
     from cfl_ray.run_directory import RunDirectory
 
-    for run_dir in run_dirs:
-        if RunDirectory(run_dir).is_run:
-            trust = may_import(run_dir, trust)
+    trust = may_import_each((run_dir for run_dir in run_dirs if RunDirectory(run_dir).is_run), trust)
     if output == STDOUT:
         sys.stdout.buffer.write(report_page(run_dirs, against, column, trust, code).encode())
         return
@@ -337,9 +334,7 @@ def figure(
 
     _check_word("--format", style, FORMATS)
     _check_word("--x", x, X_AXES)
-    for run_dir in run_dirs:
-        if RunDirectory(run_dir).is_run:
-            trust = may_import(run_dir, trust)
+    trust = may_import_each((run_dir for run_dir in run_dirs if RunDirectory(run_dir).is_run), trust)
     experiments = report_of(find_runs(run_dirs, trust)).experiments
     if not experiments:
         raise ConfigError(f"no method of {', '.join(map(str, run_dirs))} has been evaluated yet")

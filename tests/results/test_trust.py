@@ -134,6 +134,18 @@ def test_on_a_terminal_the_user_is_asked(own, imports, tmp_path, monkeypatch, ca
     assert status_of("table", own) == 0
 
 
+@pytest.mark.parametrize("command", [("table",), ("report", "-o", "-"), ("figure",)])
+def test_a_yes_to_one_run_is_none_to_the_next(command, own, imports, tmp_path, monkeypatch):
+    """Each run that is not trusted is asked about, before any of them is read."""
+    shutil.copytree(own, tmp_path / "other")
+    monkeypatch.setenv("CFL_RAY_HOME", str(tmp_path / "another home"))
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    answers = iter([True, False])
+    monkeypatch.setattr("typer.confirm", lambda text, err: next(answers))
+    assert status_of(*command, own, tmp_path / "other") == 2 and not imports()
+    assert list(answers) == []
+
+
 def test_what_was_not_signed_is_not_trusted(own, tmp_path):
     """Another file in the record, other names in the signature, and nonsense in its place."""
     (tmp_path / "other_of_trust.py").write_text(CODE)
