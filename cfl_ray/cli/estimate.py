@@ -317,19 +317,20 @@ def show_study(
         say(f"like these: {counted(len(like_others), 'further setting')} ({listed(like_others)})", console)
     for warning in metric_warnings(study, [run for run, _ in estimates]):
         say(f"warning: {warning}", console)
-    runs = len(estimates) * seeds
-    if study.sweep is not None and study.learns:
-        ends, trials = 2, study.sweep.trials or 0
-        say(
-            f"shown: the ends of the ranges; {counted(trials, 'trial')}, {counted(runs // ends * trials, 'run')}",
-            console,
-        )
-    else:
-        say(f"{counted(runs, 'run')}: {len(estimates)} with each of {counted(seeds, 'seed')}", console)
+    say(_runs_in_words(study, len(estimates), seeds), console)
     runtime = estimates[0][0].experiment.runtime
     if runtime.backend != "ray" or cluster_address(runtime.address) is None:
-        say(f"on this machine: {resources_for(runtime, runs)}", console)
+        say(f"on this machine: {resources_for(runtime, len(estimates) * seeds)}", console)
     say(f"folder: {root}", console)
+
+
+def _runs_in_words(study: Study, of_seed: int, seeds: int) -> str:
+    """How many runs the study has. of_seed: runs with one seed; of a sweep that learns, at both ends of its ranges."""
+    if study.sweep is not None and study.learns:
+        trials = study.sweep.trials or 0
+        runs = of_seed * seeds // 2 * trials
+        return f"shown: the ends of the ranges; {counted(trials, 'trial')}, {counted(runs, 'run')}"
+    return f"{counted(of_seed * seeds, 'run')}: {of_seed} with each of {counted(seeds, 'seed')}"
 
 
 def _print_rows(rows: dict[str, list[str]], console: Console) -> None:

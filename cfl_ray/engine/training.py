@@ -73,35 +73,13 @@ def train(chunk: OpenChunk[Train], sums: HostSums, together: TrainedTogether | N
                 continue
             for name, numbers in programs.report(work.program, held, chunk).items():
                 arrays[name][index] = numbers
-        row_P, upload_P = result.row_P, result.upload_P
         arrays["valid"][index], arrays["train_loss"][index] = True, result.train_loss
         if averages is not None:
             further = [] if work.averaging is None else [held[name] for name in work.averaging.uploads]
-            averages.add(index, upload_P, chunk.on_device_of(upload_P, work.start, index), further)
-        if work.program.trace:
-            arrays["step_losses"][index, : len(result.step_losses)] = result.step_losses
-        if work.features is not None:
-            start_P = chunk.model(work.start, index) if work.features.change else None
-            seed = work.address.seed
-            arrays["features"][index], arrays["norm"][index] = _features(work.features, upload_P, start_P, seed)
-        if work.upload_distances:
-            sent_P = chunk.model(work.start, index)
-            arrays["upload_distance"][index] = upload_distance(work.client_state, upload_P, sent_P)
-        if work.client_state is not None:
-            kept_P = result.moved.get(work.program.kept_model, row_P)
-            kept = [held[name] for name in first_numbers(work.program, chunk.network.spec)]
-            chunk.kept.states[index] = client_state_value(work.client_state, kept_P, kept, result.velocity)
-        if work.defer_aggregation:
-            chunk.kept.deferred[index] = upload_P.cpu().clone()
-        if work.local_test_samples:  # last, because it may load another row into the network
-            state = work.client_state
-            own = state is not None and state.predicts is not None and not state.reads_data
-            if own or work.program.kept_model in result.moved:
-                row_P = predicting_row(row_P, work.client_state, chunk.kept.states.get(index))
-            logits = scoring.additive_logits(chunk.network, row_P, chunk.frozen(index))
-            for part in work.local_parts:
-                scores, _ = client_scores(chunk, index, logits, work.local_test_samples, part)
-                arrays[f"local_{scores_name(part)}"][index] = scores[:2]  # the evaluation reports invalid test data
+            averages.add(index, result.upload_P, chunk.on_device_of(result.upload_P, work.start, index), further)
+        _report(chunk, result, arrays)
+        _keep(chunk, result, held)
+        _test_locally(chunk, result, arrays)  # last, because it may load another row into the network
     for index in np.flatnonzero(arrays["valid"]).tolist():
         for name, value in chunk.known.get(index, {}).items():
             arrays[name][index] = value
@@ -109,6 +87,46 @@ def train(chunk: OpenChunk[Train], sums: HostSums, together: TrainedTogether | N
         _close(averages, arrays)
         sums.add(averages)
     return arrays
+
+
+def _report(chunk: OpenChunk[Train], result: TrainingResult, arrays: Arrays) -> None:
+    """Writes what the server asked for of a client's result, besides its average."""
+    work, index = chunk.work, result.index
+    if work.program.trace:
+        arrays["step_losses"][index, : len(result.step_losses)] = result.step_losses
+    if work.features is not None:
+        start_P = chunk.model(work.start, index) if work.features.change else None
+        found = _features(work.features, result.upload_P, start_P, work.address.seed)
+        arrays["features"][index], arrays["norm"][index] = found
+    if work.upload_distances:
+        sent_P = chunk.model(work.start, index)
+        arrays["upload_distance"][index] = upload_distance(work.client_state, result.upload_P, sent_P)
+
+
+def _keep(chunk: OpenChunk[Train], result: TrainingResult, held: Held) -> None:
+    """Keeps what stays on the host: the client's state, and its upload if it is averaged later."""
+    work, index = chunk.work, result.index
+    if work.client_state is not None:
+        kept_P = result.moved.get(work.program.kept_model, result.row_P)
+        kept = [held[name] for name in first_numbers(work.program, chunk.network.spec)]
+        chunk.kept.states[index] = client_state_value(work.client_state, kept_P, kept, result.velocity)
+    if work.defer_aggregation:
+        chunk.kept.deferred[index] = result.upload_P.cpu().clone()
+
+
+def _test_locally(chunk: OpenChunk[Train], result: TrainingResult, arrays: Arrays) -> None:
+    """Writes the scores of P-local, if it is measured."""
+    work, index, row_P = chunk.work, result.index, result.row_P
+    if not work.local_test_samples:
+        return
+    state = work.client_state
+    own = state is not None and state.predicts is not None and not state.reads_data
+    if own or work.program.kept_model in result.moved:
+        row_P = predicting_row(row_P, state, chunk.kept.states.get(index))
+    logits = scoring.additive_logits(chunk.network, row_P, chunk.frozen(index))
+    for part in work.local_parts:
+        scores, _ = client_scores(chunk, index, logits, work.local_test_samples, part)
+        arrays[f"local_{scores_name(part)}"][index] = scores[:2]  # the evaluation reports invalid test data
 
 
 def _close(averages: ChunkSums, arrays: Arrays) -> None:

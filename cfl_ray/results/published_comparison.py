@@ -28,19 +28,7 @@ def compare_with(runs: Sequence[FoundRun], published: PublishedTables, column: s
     if column is not None and column not in (columns := _columns_of(published)):
         raise ConfigError(f"the published tables have no column {column!r}{did_you_mean(column, columns)}")
     tables = [name for name in _tables_of(runs) if name in published.tables] or list(published.tables)
-    results_of: dict[tuple[str, str], dict[int, MethodResult]] = {}  # by (column, label), then seed
-    experiment_of: dict[tuple[str, str], str] = {}
-    cells = {(column, row) for name in tables for row, column, _ in published.tables[name].cells()}
-    for name, of_experiment in experiments_of(runs):
-        for run in of_experiment:
-            for label, result in run.methods.items():
-                key = (run.setting or column or _only_column(published), label)
-                if (other := experiment_of.setdefault(key, name)) != name and key in cells:
-                    raise ConfigError(
-                        f"column {key[0]!r} stands for one experiment, but two have method {label}: {other} and "
-                        f"{name}; compare them one at a time"
-                    )
-                results_of.setdefault(key, {})[run.experiment.seed] = result
+    results_of = _results_by_cell(runs, published, tables, column)
     compared = [
         _compared(name, row, column, number, results_of[column, row])
         for name in tables
@@ -60,6 +48,26 @@ def compare_with(runs: Sequence[FoundRun], published: PublishedTables, column: s
             f"{', '.join(_columns_of(published))}; the runs have {ours}"
         )
     return comparisons
+
+
+def _results_by_cell(
+    runs: Sequence[FoundRun], published: PublishedTables, tables: Sequence[str], column: str | None
+) -> dict[tuple[str, str], dict[int, MethodResult]]:
+    """The results by (column, label of the method), then seed. Raises ConfigError for two experiments in one cell."""
+    results_of: dict[tuple[str, str], dict[int, MethodResult]] = {}
+    experiment_of: dict[tuple[str, str], str] = {}
+    cells = {(column, row) for name in tables for row, column, _ in published.tables[name].cells()}
+    for name, of_experiment in experiments_of(runs):
+        for run in of_experiment:
+            for label, result in run.methods.items():
+                key = (run.setting or column or _only_column(published), label)
+                if (other := experiment_of.setdefault(key, name)) != name and key in cells:
+                    raise ConfigError(
+                        f"column {key[0]!r} stands for one experiment, but two have method {label}: {other} and "
+                        f"{name}; compare them one at a time"
+                    )
+                results_of.setdefault(key, {})[run.experiment.seed] = result
+    return results_of
 
 
 def unknown_metric(runs: Sequence[FoundRun], published: PublishedTables) -> str:

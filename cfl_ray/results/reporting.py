@@ -141,6 +141,21 @@ def report_of(runs: Sequence[FoundRun], comparisons: Sequence[Comparison] = (), 
     is_ranked = bool(studies) and all(load_study(RunDirectory(study).study).sweep is None for study in studies)
     less_is_better = bool(metrics) and comparison.is_less_better(metrics[0], comparison.metrics_of(run_metrics))
     title = groups[0][0] if len(groups) == 1 else f"{len(groups)} experiments"
+    return Report(
+        title=" and ".join(sorted({study.name for study in studies})) or title,
+        experiments=[experiment for experiment in experiments if experiment.methods],
+        columns=metrics,
+        rows=rows,
+        ranks=ranks_of(run_metrics, metrics[0], less_is_better) if metrics and is_ranked else None,
+        comparisons=comparisons,
+        paper=paper,
+        notes=_notes(runs),
+        has_best=any(result.best_round is not None for run in runs for result in run.methods.values()),
+    )
+
+
+def _notes(runs: Sequence[FoundRun]) -> list[str]:
+    """Sentences on runs that are not shown or not finished, and on how models and ends were chosen."""
     notes = {
         "Not shown, since not finished or without an evaluation yet": [
             str(run.directory) for run in runs if not run.methods
@@ -161,17 +176,7 @@ def report_of(runs: Sequence[FoundRun], comparisons: Sequence[Comparison] = (), 
             text for run in runs for text in _chosen_by_test(run)
         ],
     }
-    return Report(
-        title=" and ".join(sorted({study.name for study in studies})) or title,
-        experiments=[experiment for experiment in experiments if experiment.methods],
-        columns=metrics,
-        rows=rows,
-        ranks=ranks_of(run_metrics, metrics[0], less_is_better) if metrics and is_ranked else None,
-        comparisons=comparisons,
-        paper=paper,
-        notes=[f"{what}: {listed(which)}." for what, which in notes.items() if which],
-        has_best=any(result.best_round is not None for run in runs for result in run.methods.values()),
-    )
+    return [f"{what}: {listed(which)}." for what, which in notes.items() if which]
 
 
 def _chosen_by_test(run: FoundRun) -> Iterator[str]:
