@@ -197,6 +197,11 @@ class Network:
         replace_layers(module, kept_dropouts)
         return module
 
+    def _build(self, seed: int, index: int) -> nn.Module:
+        module = new_module(self.factory, seed, index)
+        replace_layers(module, self._trial.kept_dropouts)
+        return module
+
     def _collect_dropouts(self) -> None:
         """Sets `dropouts` and `dropout_calls`."""
         layers = dropouts_of(self.module)
@@ -210,8 +215,7 @@ class Network:
 
         Raises ConfigError if its trained parameters or buffers differ from those of the first model.
         """
-        module = new_module(self.factory, seed, index)
-        replace_layers(module, self._trial.kept_dropouts)
+        module = self._build(seed, index)
         self._check_layout(module, "in another call of its factory")
         return self.spec.row_of(module)
 
