@@ -324,15 +324,7 @@ class _Recorder(TorchFunctionMode):
         if any(id(tensor) in self.overwritten for tensor in tensors):
             raise _unsupported(self.place, name, "uses an activation whose memory another operation has overwritten")
         if not any(id(tensor) in self.values for tensor in tensors):
-            versions = [tensor._version for tensor in tensors]
-            before = torch.get_rng_state()
-            result = function(*args, **kwargs)
-            for tensor, version in zip(tensors, versions, strict=True):
-                if isinstance(self.known.get(id(tensor)), Buffer) and tensor._version != version:
-                    raise _unsupported(self.place, name, "changes a buffer")
-            if isinstance(result, Tensor) and torch.equal(before, torch.get_rng_state()):
-                self._derive(function, args, kwargs, tensors, result)
-            return result
+            return self._without_activations(name, function, args, kwargs, tensors)
         before = torch.get_rng_state()
         result = function(*args, **kwargs)
         if name in _QUERIES and not isinstance(result, Tensor):
@@ -348,6 +340,20 @@ class _Recorder(TorchFunctionMode):
         self._check(name, tensors, result)
         arguments, options = replaced((args, kwargs), partial(self._reference, name))
         self._add(Call(name.strip("_"), function, arguments, options, len(self.shapes), self.place), result)
+        return result
+
+    def _without_activations(
+        self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+    ) -> Any:
+        """The result of a function of none of the activations, which may be one of parameters and buffers."""
+        versions = [tensor._version for tensor in tensors]
+        before = torch.get_rng_state()
+        result = function(*args, **kwargs)
+        for tensor, version in zip(tensors, versions, strict=True):
+            if isinstance(self.known.get(id(tensor)), Buffer) and tensor._version != version:
+                raise _unsupported(self.place, name, "changes a buffer")
+        if isinstance(result, Tensor) and torch.equal(before, torch.get_rng_state()):
+            self._derive(function, args, kwargs, tensors, result)
         return result
 
     def _derive(

@@ -104,7 +104,7 @@ def compare_runs(
     warning names those that are not finished.
 
     metrics: names (docs/metrics.md) of the last evaluation or of the whole run, or numeric diagnostics (their last
-        values); empty: the score of the task, its P-local, that of honest clients and worst decile, macro F1, test
+        values); empty: the score of the task, its P-local, that of honest clients and 10th percentile, macro F1, test
         loss, number of clusters, ARI and virtual seconds, if recorded.
     round: an element of ROUNDS: the evaluation whose metrics are compared: of the round whose models are kept (the best
         one with `keep: best`, otherwise the last), of the best, or of the last.
