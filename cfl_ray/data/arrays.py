@@ -71,27 +71,18 @@ def federation_from_arrays(
     given = _checked(
         x, y, (x_test, y_test), (x_validation, y_validation), num_classes, vocabulary, targets, labels, class_names
     )
-    ids = ids_of("clients", clients)
-    check_lengths(len(given.train[0]), clients=ids)
-    names, client = np.unique(ids, return_inverse=True)
-    owner = _owner("test", test_clients, names, given.test)
-    if owner is not None and len(empty := np.setdiff1d(np.arange(len(names)), owner)):
-        client_id = names.tolist()[empty[0]]
-        raise DataError(
-            f"test_clients: client {client_id!r} has no test sample; leave out test_clients to hold a part out instead"
-        )
-    validator = _owner("validation", validation_clients, names, given.validation)
-    group_N = _groups(groups, names, client)
-    view = _view(view, given.test is not None, owner is not None, targets)
-
+    owners = _owners_of(given, clients, test_clients, validation_clients)
+    group_N = _groups(groups, owners.names, owners.train)
+    view = _view(view, given.test is not None, owners.test is not None, targets)
+    own_test = () if owners.test is None else (owners.test,)
     recipe = {
         "source": "arrays",
-        "clients": len(names),
+        "clients": len(owners.names),
         "view": view,
         "holdout": holdout,
         "seed": seed,
         "normalize": normalize,
-        "sha256": digest(*given.train, client, group_N, *(given.test or ()), *(() if owner is None else (owner,))),
+        "sha256": digest(*given.train, owners.train, group_N, *(given.test or ()), *own_test),
     }
     optional = {
         "vocabulary": vocabulary,
@@ -99,60 +90,22 @@ def federation_from_arrays(
         "num_classes": None if given.num_classes == given.least_classes else given.num_classes,
         "labels": list(given.numbered) or None,
         "class_names": None if class_names is None else list(given.class_names),
-        "order": order if order != "random" and view == "holdout" and owner is None else None,
+        "order": order if order != "random" and view == "holdout" and not own_test else None,
     }
     recipe |= {key: value for key, value in optional.items() if value is not None}
     if given.validation is not None:
-        recipe["validation"] = digest(*given.validation, np.zeros(0, np.int64) if validator is None else validator)
-
-    samples, rows_N = given.train, _rows_by_client(client, len(names))
-    parts_N: list[tuple[np.ndarray, ...]] = [(rows, rows[:0]) for rows in rows_N]  # rows for training and for the test
-    if given.test is not None and owner is not None:
-        samples, parts_N = _appended(samples, [(rows,) for rows in rows_N], given.test, owner)
-    elif view == "holdout":
-        parts_N = _held_out(rows_N, names, holdout, order, seed)
-    if given.validation is not None and validator is not None:
-        samples, parts_N = _appended(samples, parts_N, given.validation, validator)
-    labels_NC = None
-    if view == "label":
-        labels_NC = np.zeros((len(names), given.num_classes), bool)
-        labels_NC[client, given.train[1]] = True
-    samples, index = _by_client(*samples, parts_N, group_N, labels_NC, -1 if view == "holdout" else 0)
-
+        of_samples = np.zeros(0, np.int64) if owners.validation is None else owners.validation
+        recipe["validation"] = digest(*given.validation, of_samples)
+    samples, index = _laid_out(given, owners, group_N, view, holdout, order, seed)
     inputs, outputs = (part.shape[1:] for part in samples)
     scaling = Scaling(float(given.scale), normalize, vocabulary is not None).check(inputs)
     shape = DataShape(inputs, given.num_classes, vocabulary, targets, outputs, given.class_names)
-    shared = given.test if owner is None else None
-    federation = ArrayFederation(shape, view, recipe, index, scaling, samples, shared, [str(name) for name in names])
-    federation.of_labels, federation.has_test_samples = given.warnings, owner is not None
+    shared, names = None if own_test else given.test, [str(name) for name in owners.names]
+    federation = ArrayFederation(shape, view, recipe, index, scaling, samples, shared, names)
+    federation.of_labels, federation.has_test_samples = given.warnings, bool(own_test)
     if given.validation is not None:
-        federation.validate_on(given.validation if validator is None else None)
+        federation.validate_on(given.validation if owners.validation is None else None)
     return federation
-
-
-def _appended(
-    samples: StoredSamples, parts_N: Sequence[tuple[np.ndarray, ...]], more: StoredSamples, owner: np.ndarray
-) -> tuple[StoredSamples, list[tuple[np.ndarray, ...]]]:
-    """The samples with those of a further part behind them, and the rows of each client with its own in that part.
-
-    owner: the client of each sample of the part.
-    """
-    first, (x, y), (x_more, y_more) = len(samples[0]), samples, more
-    own_N = _rows_by_client(owner, len(parts_N))
-    parts = [(*rows, first + own) for rows, own in zip(parts_N, own_N, strict=True)]
-    return (np.concatenate([x, x_more]), np.concatenate([y, y_more])), parts
-
-
-def _held_out(
-    rows_N: Sequence[np.ndarray], names: np.ndarray, holdout: float, order: str, seed: int
-) -> list[tuple[np.ndarray, ...]]:
-    """Rows for training and for the test of each client. Raises DataError for another share or order."""
-    if not 0 < holdout < 1:
-        raise DataError(f"holdout is a share between 0 and 1, got {holdout}")
-    if order not in ("random", "last"):
-        raise DataError(f"order must be 'random' or 'last', got {order!r}")
-    remedy = "leave its sample out, or give x_test and y_test"
-    return [split_rows(rows, holdout, n, str(names[n]), seed, remedy, order) for n, rows in enumerate(rows_N)]
 
 
 def data_set_from_arrays(
@@ -264,6 +217,42 @@ def _checked(
     )
 
 
+@dataclass(frozen=True)
+class _Owners:
+    """The number of the client of each sample."""
+
+    names: np.ndarray  # ids of the clients, by number
+    train: np.ndarray
+    test: np.ndarray | None  # None: clients do not have test samples of their own
+    validation: np.ndarray | None  # likewise
+
+
+def _owners_of(given: _Given, clients: Array, test_clients: Array | None, validation_clients: Array | None) -> _Owners:
+    ids = ids_of("clients", clients)
+    check_lengths(len(given.train[0]), clients=ids)
+    names, client = np.unique(ids, return_inverse=True)
+    test = _owner("test", test_clients, names, given.test)
+    if test is not None and len(empty := np.setdiff1d(np.arange(len(names)), test)):
+        client_id = names.tolist()[empty[0]]
+        raise DataError(
+            f"test_clients: client {client_id!r} has no test sample; leave out test_clients to hold a part out instead"
+        )
+    return _Owners(names, client, test, _owner("validation", validation_clients, names, given.validation))
+
+
+def _owner(part: str, clients: Array | None, names: np.ndarray, samples: StoredSamples | None) -> np.ndarray | None:
+    """The number of the client of each sample of a part; None if `clients` is not given."""
+    if clients is None:
+        return None
+    if samples is None:
+        raise DataError(f"{part}_clients names the owners of x_{part}, which is not given")
+    ids = ids_of(f"{part}_clients", clients)
+    check_lengths(len(samples[0]), f"x_{part}", **{f"{part}_clients": ids})
+    if unknown := sorted(set(ids.tolist()) - set(names.tolist()), key=str):
+        raise DataError(f"{part}_clients: client {unknown[0]!r} has no training sample; leave its {part} samples out")
+    return np.searchsorted(names, ids)
+
+
 def _relabelled(
     parts: dict[str, StoredSamples], labels: str, targets: str
 ) -> tuple[dict[str, StoredSamples], tuple[str, ...]]:
@@ -311,6 +300,64 @@ def _unused_labels(y: np.ndarray, classes: int, num_classes: int | None, targets
     if targets != "class" or num_classes is not None:
         return ()
     return tuple(label_warnings("y", y, classes, DENSE))
+
+
+def _other_samples(
+    part: str, x: Array | None, y: Array | None, train: StoredSamples, vocabulary: int | None, targets: str
+) -> StoredSamples | None:
+    """The checked samples of the test or validation part; None if none are given. train: of equal shapes and types."""
+    if x is None and y is None:
+        return None
+    if x is None or y is None:
+        raise DataError(f"x_{part} and y_{part} belong together; give both or neither")
+    samples = inputs_of(f"x_{part}", x, vocabulary), targets_of(f"y_{part}", y, targets)
+    check_lengths(len(samples[0]), f"x_{part}", **{f"y_{part}": samples[1]})
+    for name, tested, trained in zip(("x", "y"), samples, train, strict=True):
+        if (tested.shape[1:], tested.dtype) != (trained.shape[1:], trained.dtype):
+            raise DataError(
+                f"{name}_{part} holds {tested.dtype} {tested.shape[1:]}, {name} holds {trained.dtype} "
+                f"{trained.shape[1:]}; they must agree"
+            )
+    return samples
+
+
+def _view(view: str | None, has_test: bool, has_owners: bool, targets: str) -> str:
+    if view == "label" and targets != "class":
+        raise DataError(f"the test view label needs classes, the targets are {targets!r}; set data.test.view: cluster")
+    possible = ("cluster", "label") if has_test and not has_owners else ("holdout",)
+    if view is not None and view not in possible:
+        raise DataError(
+            f"the test view {view} does not fit these arrays, {' or '.join(possible)} does: cluster and label need "
+            "x_test without test_clients; set data.test.view"
+        )
+    return view or possible[0]
+
+
+def _groups(groups: Mapping[Any, Any] | Array | None, names: np.ndarray, client: np.ndarray) -> np.ndarray:
+    """int32 (N,): true groups numbered 0.. in sorted order, -1 if none are given."""
+    if groups is None:
+        return np.full(len(names), -1, np.int32)
+    if isinstance(groups, Mapping):
+        if missing := [name for name in names.tolist() if name not in groups]:
+            raise DataError(
+                f"groups names no group for client {missing[0]!r} ({len(missing)} of {len(names)} clients are missing)"
+            )
+        of_client = ids_of("groups", [groups[name] for name in names.tolist()])
+    else:
+        of_sample = ids_of("groups", groups)
+        if len(of_sample) != len(client):
+            raise DataError(
+                f"groups has {len(of_sample)} entries, x has {len(client)}; each sample needs an entry, or give groups "
+                "as {client: group}"
+            )
+        of_client = of_sample[np.unique(client, return_index=True)[1]]
+        if len(differing := np.flatnonzero(of_sample != of_client[client])):
+            owner = client[differing[0]]
+            raise DataError(
+                f"groups: client {names[owner]!s} is in groups {of_client[owner]} and {of_sample[differing[0]]} "
+                f"(row {differing[0]}); a client belongs to one group"
+            )
+    return np.unique(of_client, return_inverse=True)[1].astype(np.int32)
 
 
 class ArrayFederation(IndexedFederation):
@@ -372,6 +419,50 @@ class ArrayFederation(IndexedFederation):
 # --- layout -------------------------------------------------------------------------------------
 
 
+def _laid_out(
+    given: _Given, owners: _Owners, group_N: np.ndarray, view: str, holdout: float, order: str, seed: int
+) -> tuple[StoredSamples, Index]:
+    """The samples client by client, and the rows of each client: for training, for its test, and for validation."""
+    samples, rows_N = given.train, _rows_by_client(owners.train, len(owners.names))
+    parts_N: list[tuple[np.ndarray, ...]] = [(rows, rows[:0]) for rows in rows_N]
+    if given.test is not None and owners.test is not None:
+        samples, parts_N = _appended(samples, [(rows,) for rows in rows_N], given.test, owners.test)
+    elif view == "holdout":
+        parts_N = _held_out(rows_N, owners.names, holdout, order, seed)
+    if given.validation is not None and owners.validation is not None:
+        samples, parts_N = _appended(samples, parts_N, given.validation, owners.validation)
+    labels_NC = None
+    if view == "label":
+        labels_NC = np.zeros((len(owners.names), given.num_classes), bool)
+        labels_NC[owners.train, given.train[1]] = True
+    return _by_client(*samples, parts_N, group_N, labels_NC, -1 if view == "holdout" else 0)
+
+
+def _appended(
+    samples: StoredSamples, parts_N: Sequence[tuple[np.ndarray, ...]], more: StoredSamples, owner: np.ndarray
+) -> tuple[StoredSamples, list[tuple[np.ndarray, ...]]]:
+    """The samples with those of a further part behind them, and the rows of each client with its own in that part.
+
+    owner: the client of each sample of the part.
+    """
+    first, (x, y), (x_more, y_more) = len(samples[0]), samples, more
+    own_N = _rows_by_client(owner, len(parts_N))
+    parts = [(*rows, first + own) for rows, own in zip(parts_N, own_N, strict=True)]
+    return (np.concatenate([x, x_more]), np.concatenate([y, y_more])), parts
+
+
+def _held_out(
+    rows_N: Sequence[np.ndarray], names: np.ndarray, holdout: float, order: str, seed: int
+) -> list[tuple[np.ndarray, ...]]:
+    """Rows for training and for the test of each client. Raises DataError for another share or order."""
+    if not 0 < holdout < 1:
+        raise DataError(f"holdout is a share between 0 and 1, got {holdout}")
+    if order not in ("random", "last"):
+        raise DataError(f"order must be 'random' or 'last', got {order!r}")
+    remedy = "leave its sample out, or give x_test and y_test"
+    return [split_rows(rows, holdout, n, str(names[n]), seed, remedy, order) for n, rows in enumerate(rows_N)]
+
+
 def _by_client(
     x: np.ndarray,
     y: np.ndarray,
@@ -397,77 +488,6 @@ def _by_client(
 
 def _rows_by_client(client: np.ndarray, count: int) -> list[np.ndarray]:
     return np.split(np.argsort(client, kind="stable"), np.cumsum(np.bincount(client, minlength=count))[:-1])
-
-
-def _owner(part: str, clients: Array | None, names: np.ndarray, samples: StoredSamples | None) -> np.ndarray | None:
-    """The number of the client of each sample of a part; None if `clients` is not given."""
-    if clients is None:
-        return None
-    if samples is None:
-        raise DataError(f"{part}_clients names the owners of x_{part}, which is not given")
-    ids = ids_of(f"{part}_clients", clients)
-    check_lengths(len(samples[0]), f"x_{part}", **{f"{part}_clients": ids})
-    if unknown := sorted(set(ids.tolist()) - set(names.tolist()), key=str):
-        raise DataError(f"{part}_clients: client {unknown[0]!r} has no training sample; leave its {part} samples out")
-    return np.searchsorted(names, ids)
-
-
-def _other_samples(
-    part: str, x: Array | None, y: Array | None, train: StoredSamples, vocabulary: int | None, targets: str
-) -> StoredSamples | None:
-    """The checked samples of the test or validation part; None if none are given. train: of equal shapes and types."""
-    if x is None and y is None:
-        return None
-    if x is None or y is None:
-        raise DataError(f"x_{part} and y_{part} belong together; give both or neither")
-    samples = inputs_of(f"x_{part}", x, vocabulary), targets_of(f"y_{part}", y, targets)
-    check_lengths(len(samples[0]), f"x_{part}", **{f"y_{part}": samples[1]})
-    for name, tested, trained in zip(("x", "y"), samples, train, strict=True):
-        if (tested.shape[1:], tested.dtype) != (trained.shape[1:], trained.dtype):
-            raise DataError(
-                f"{name}_{part} holds {tested.dtype} {tested.shape[1:]}, {name} holds {trained.dtype} "
-                f"{trained.shape[1:]}; they must agree"
-            )
-    return samples
-
-
-def _view(view: str | None, has_test: bool, has_owners: bool, targets: str) -> str:
-    if view == "label" and targets != "class":
-        raise DataError(f"the test view label needs classes, the targets are {targets!r}; set data.test.view: cluster")
-    possible = ("cluster", "label") if has_test and not has_owners else ("holdout",)
-    if view is not None and view not in possible:
-        raise DataError(
-            f"the test view {view} does not fit these arrays, {' or '.join(possible)} does: cluster and label need "
-            "x_test without test_clients; set data.test.view"
-        )
-    return view or possible[0]
-
-
-def _groups(groups: Mapping[Any, Any] | Array | None, names: np.ndarray, client: np.ndarray) -> np.ndarray:
-    """int32 (N,): true groups numbered 0.. in sorted order, -1 if none are given."""
-    if groups is None:
-        return np.full(len(names), -1, np.int32)
-    if isinstance(groups, Mapping):
-        if missing := [name for name in names.tolist() if name not in groups]:
-            raise DataError(
-                f"groups names no group for client {missing[0]!r} ({len(missing)} of {len(names)} clients are missing)"
-            )
-        of_client = ids_of("groups", [groups[name] for name in names.tolist()])
-    else:
-        of_sample = ids_of("groups", groups)
-        if len(of_sample) != len(client):
-            raise DataError(
-                f"groups has {len(of_sample)} entries, x has {len(client)}; each sample needs an entry, or give groups "
-                "as {client: group}"
-            )
-        of_client = of_sample[np.unique(client, return_index=True)[1]]
-        if len(differing := np.flatnonzero(of_sample != of_client[client])):
-            owner = client[differing[0]]
-            raise DataError(
-                f"groups: client {names[owner]!s} is in groups {of_client[owner]} and {of_sample[differing[0]]} "
-                f"(row {differing[0]}); a client belongs to one group"
-            )
-    return np.unique(of_client, return_inverse=True)[1].astype(np.int32)
 
 
 def digest(*arrays: np.ndarray) -> str:
