@@ -44,7 +44,7 @@ PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 PAUSES_AT_END_SECONDS = (0.5, 1.0, 2.0, 4.0)
 _SAID_BUSY = 3  # refusals in a row, each after the pause that the server asks for, after which a line says so
 _T = TypeVar("_T")
-_CPU_SECONDS = 0.5  # that this process computes while `finish` waits, which count as progress
+_CPU_SECONDS = 0.5  # that this process computes while it waits for a tracker, which count as progress
 _SAID_WAIT_SECONDS = 10.0  # of `finish` for an open tracker, after which a line says what is left
 
 
@@ -229,9 +229,7 @@ class LiveDelivery:
         is_said = False
         while not self._done.is_set():
             now = time.monotonic()
-            # progress, too: the import of a tracker's package, also for another log of this process, and what a library
-            # computes before it answers, as when it makes the tables of an SQLite store, long on a busy machine
-            seen = *self._progress(), len(sys.modules), int(time.process_time() / _CPU_SECONDS)
+            seen = *self._progress(), *computed()
             if seen != progress:
                 progress, moved = seen, now
             left = min(moved + self.finish_seconds, began + self.patience) - now
@@ -334,9 +332,22 @@ class LiveDelivery:
         return f"tracker {self.delivery.name} ({place_of(self.delivery.tracker)})"
 
 
+def computed() -> tuple[int, int]:
+    """What this process has imported and computed so far, in numbers that grow.
+
+    It is progress of a tracker that has not answered: the import of its package, also for another log of this process,
+    and what a library computes itself, such as the tables of a new SQLite store; both take long on a busy machine.
+    """
+    return len(sys.modules), int(time.process_time() / _CPU_SECONDS)
+
+
 def redacted_reason(error: BaseException, uri: str) -> str:
-    """Returns the beginning of an exception's text without the credentials of `uri`, at most 400 characters."""
-    return redact(text_of(error) or type(error).__name__, uri)[:400]
+    """Returns the beginning of an exception's text without the credentials of `uri`, at most 400 characters.
+
+    Without the statement that SQLAlchemy quotes after the reason of a database.
+    """
+    reason = text_of(error).partition(" [SQL: ")[0]
+    return redact(reason or type(error).__name__, uri)[:400]
 
 
 def lacks(run_dir: Path, name: str) -> bool:

@@ -342,6 +342,12 @@ def set_defaults() -> None:
     """Sets the environment variables that the user has not set; mlflow reads some of them when it is imported."""
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
+    # with the traceback of each error of a database, which it also raises: `delivery` reports that in one line
+    logging.getLogger("mlflow.store.db.utils").addFilter(_is_no_database_error)
+
+
+def _is_no_database_error(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("SQLAlchemy database error")
 
 
 def _create_store(path: Path) -> None:

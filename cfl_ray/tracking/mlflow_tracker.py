@@ -24,7 +24,7 @@ from cfl_ray.run_directory import RUNS_OF_STUDY, RunDirectory
 from cfl_ray.security.credentials import hides, with_credentials
 from cfl_ray.security.signing import is_signed, sign
 from cfl_ray.system.files import read_record
-from cfl_ray.tracking.delivery import MLFLOW, Delivery, lacks, lock, redacted_reason, update_cursor
+from cfl_ray.tracking.delivery import MLFLOW, Delivery, computed, lacks, lock, redacted_reason, update_cursor
 from cfl_ray.tracking.mlflow import (
     MlflowRun,
     accepts_connection,
@@ -251,7 +251,8 @@ def deliver_pending(
     below `output`, and to destinations that this user has chosen on this machine; a warning names others.
 
     uri: a destination with credentials, for the runs that have this destination; credentials are not stored.
-    seconds: longest wait; deliveries in progress end in the background.
+    seconds: longest wait once a run is open at its destination, and before that without progress, which is also what
+        this process computes (`computed`); deliveries in progress end in the background.
     warn: receives a line for each undelivered run.
     """
     chosen = (uri, os.environ.get("MLFLOW_TRACKING_URI"), store_below(output))
@@ -267,14 +268,15 @@ def deliver_pending(
         warn(_not_sent(unknown_uri, run_dirs, Path(output)))
     delivered: dict[Path, int] = {}
     if pending:
-        failed: dict[str, list[Path]] = {}
-        arguments = (pending, uri, time.monotonic() + seconds, delivered, failed)
-        worker = threading.Thread(target=_deliver_each, args=arguments, name="mlflow-pending", daemon=True)
-        worker.start()
-        worker.join(seconds)
-        for text, run_dirs in list(failed.items()):
-            more = f" and {len(run_dirs) - 1} more" if len(run_dirs) > 1 else ""
-            warn(text.replace(_RUNS, f"{run_dirs[0]}{more}"))
+        deliveries = _Deliveries(pending, uri, delivered)
+        deliveries.wait(seconds)
+        for text, run_dirs in list(deliveries.failed.items()):
+            warn(text.replace(_RUNS, _some(run_dirs)))
+        if left := dict(deliveries.left):
+            warn(
+                f"MLflow at {next(iter(left.values()))} still lacks results of {_some([*left])} after {seconds:.0f} s; "
+                "the next cfl-ray command delivers what does not arrive while this one runs"
+            )
     return dict(delivered)
 
 
@@ -316,29 +318,55 @@ def _pending(output: Path, warn: Callable[[str], None]) -> Iterator[tuple[Path, 
                 warn(str(error))
 
 
-def _deliver_each(
-    pending: list[tuple[Path, str]],
-    uri: str | None,
-    deadline: float,
-    delivered: dict[Path, int],
-    failed: dict[str, list[Path]],
-) -> None:
-    """failed: receives the runs that MLflow lacks a part of, by a text with `_RUNS` for them."""
-    unreachable: set[str] = set()
-    for run_dir, redacted_uri in pending:
-        if redacted_uri in unreachable or time.monotonic() > deadline:
-            continue
-        target = with_credentials(redacted_uri, uri)
-        try:
-            if target is None:
-                raise ConnectionError("set MLFLOW_TRACKING_URI to it, with the credentials")
-            delivered[run_dir] = Delivery(run_dir, MLFLOW, Mlflow.of(run_dir, target)).bring_up_to_date(lock_seconds=0)
-        except Timeout:
-            continue  # another process, such as the run itself, is delivering it
-        except Exception as error:  # boundary to MLflow: its errors must not end the command
-            reason = redacted_reason(error, target or redacted_uri)
-            reason = reason.replace(str(run_dir), _RUNS)
-            text = f"MLflow at {redacted_uri} lacks results of {_RUNS} ({reason}); the next cfl-ray command tries again"
-            failed.setdefault(text, []).append(run_dir)
-            if isinstance(error, ConnectionError):
-                unreachable.add(redacted_uri)
+def _some(run_dirs: Sequence[Path]) -> str:
+    return f"{run_dirs[0]} and {len(run_dirs) - 1} more" if len(run_dirs) > 1 else str(run_dirs[0])
+
+
+class _Deliveries:
+    """A thread that delivers one run after another."""
+
+    def __init__(self, pending: Sequence[tuple[Path, str]], uri: str | None, delivered: dict[Path, int]) -> None:
+        """delivered: receives the rounds of each run that was delivered."""
+        self.left = dict(pending)  # redacted destinations by the runs that were not tried yet, or not to the end
+        self.failed: dict[str, list[Path]] = {}  # runs that MLflow lacks a part of, by a text with `_RUNS` for them
+        self._uri, self._delivered = uri, delivered
+        self._delivery: Delivery | None = None  # the present one
+        self._is_over = False  # no other run is begun
+
+    def wait(self, seconds: float) -> None:
+        """Delivers, and waits as `deliver_pending` does."""
+        worker = threading.Thread(target=self._deliver_each, name="mlflow-pending", daemon=True)
+        worker.start()
+        moved, seen, is_open = time.monotonic(), computed(), False
+        while worker.is_alive() and time.monotonic() - moved < seconds:
+            is_open = is_open or (self._delivery is not None and self._delivery.was_opened)
+            if not is_open and (now := computed()) != seen:
+                moved, seen = time.monotonic(), now
+            worker.join(0.1)
+        self._is_over = True
+
+    def _deliver_each(self) -> None:
+        unreachable: set[str] = set()
+        for run_dir, redacted_uri in list(self.left.items()):
+            if self._is_over:
+                return
+            if redacted_uri not in unreachable:
+                try:
+                    self._deliver(run_dir, with_credentials(redacted_uri, self._uri))
+                except Timeout:
+                    pass  # another process, such as the run itself, is delivering it
+                except Exception as error:  # boundary to MLflow: its errors must not end the command
+                    reason = redacted_reason(error, with_credentials(redacted_uri, self._uri) or redacted_uri)
+                    lacks = f"MLflow at {redacted_uri} lacks results of {_RUNS}"
+                    text = f"{lacks} ({reason.replace(str(run_dir), _RUNS)}); the next cfl-ray command tries again"
+                    self.failed.setdefault(text, []).append(run_dir)
+                    if isinstance(error, ConnectionError):
+                        unreachable.add(redacted_uri)
+            del self.left[run_dir]
+
+    def _deliver(self, run_dir: Path, uri: str | None) -> None:
+        """uri: the destination with credentials; None: they are not known."""
+        if uri is None:
+            raise ConnectionError("set MLFLOW_TRACKING_URI to it, with the credentials")
+        self._delivery = Delivery(run_dir, MLFLOW, Mlflow.of(run_dir, uri))
+        self._delivered[run_dir] = self._delivery.bring_up_to_date(lock_seconds=0)

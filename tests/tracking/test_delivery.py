@@ -5,8 +5,10 @@ import os
 import re
 import shlex
 import shutil
+import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -340,6 +342,22 @@ def test_a_process_killed_while_it_creates_the_store(tmp_path):
     assert adapter.connect(uri, "killed")[1] == experiment and not list(tmp_path.glob("runs/.*"))
 
 
+def test_an_error_of_a_database_is_one_line_without_its_statement(tmp_path, info, record, capfd):
+    uri, run_dir, warnings = f"sqlite:///{tmp_path}/mlflow.db", tmp_path / "run", []
+    adapter.connect(uri, "damaged")
+    with sqlite3.connect(tmp_path / "mlflow.db") as store:
+        store.execute("DROP TABLE metrics")
+    log = RunLog(run_dir, {"mlflow": Mlflow(uri, "damaged")}, warnings.append, finish_seconds=0)
+    log.start(info)
+    log.log(record(1))
+    deadline = time.monotonic() + 120
+    while not warnings and time.monotonic() < deadline:
+        time.sleep(0.01)
+    log.close()
+    assert "(sqlite3.OperationalError) no such table: metrics; the run continues" in warnings[0]
+    assert "INSERT" not in warnings[0] and not any(capfd.readouterr())
+
+
 def test_with_nothing_pending_mlflow_is_not_imported(sqlite, tmp_path, tmp_path_factory, deliver):
     deliver(sqlite, "nothing", range(2), "FINISHED")
     root = tmp_path_factory.mktemp("root")
@@ -580,6 +598,36 @@ class TestDestinations:
         assert not deliver_pending(tmp_path, "http://down", warn=warnings.append)
         (warning,) = warnings
         assert warning.startswith(f"MLflow at http://down lacks results of {tmp_path / 'a'} and 2 more (")
+
+    def test_what_is_computed_before_the_first_answer_is_no_wait_for_a_server(
+        self, pending, sqlite, tmp_path, monkeypatch
+    ):
+        """On a busy machine, the import of MLflow takes longer than the wait: no command would ever deliver."""
+        run_dir, opened = pending("run", sqlite), Mlflow.open
+
+        def computes_first(self, *arguments):
+            began = time.process_time()
+            while time.process_time() - began < 0.6:
+                pass
+            opened(self, *arguments)
+
+        monkeypatch.setattr(Mlflow, "open", computes_first)
+        monkeypatch.setattr(delivery, "_CPU_SECONDS", 0.01)
+        warnings = []
+        assert deliver_pending(tmp_path, sqlite, seconds=0.3, warn=warnings.append) == {run_dir: 1} and not warnings
+
+    def test_runs_that_do_not_arrive_in_time_are_named(self, pending, tmp_path, monkeypatch):
+        for name in ("a", "b", "c"):
+            pending(name, "http://slow")
+        answers = threading.Event()
+        monkeypatch.setattr(Mlflow, "open", lambda *_: answers.wait(60))
+        warnings = []
+        assert not deliver_pending(tmp_path, "http://slow", seconds=0.2, warn=warnings.append)
+        answers.set()
+        (warning,) = warnings
+        assert (
+            f"MLflow at http://slow still lacks results of {tmp_path / 'a'} and 2 more after 0 s; the next" in warning
+        )
 
     def test_a_run_that_goes_on_is_signed_again_and_not_delivered_again(self, pending):
         run_dir = pending("run", "http://server", own=False)
