@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cfl_ray.cli import inputs
-from cfl_ray.cli.console import out, say
+from cfl_ray.cli.console import go_on_without_output, out, say
 from cfl_ray.errors import ConfigError, RunError, command, counted
 from cfl_ray.runtime.on_ray.fork_server import forkable_imports
 from cfl_ray.system.collection import uncollected
@@ -50,6 +50,7 @@ def run(
         from cfl_ray.lifecycle import launch
 
     experiment = inputs.load_experiment(file, overrides, trust, extend, code)
+    go_on_without_output()
     with Display(out, experiment.rounds) as display:
         results = launch.run(experiment, run_dir, display, replay, extend, on_ray=not in_process, code=code)
     display.finish(results)
@@ -83,6 +84,7 @@ def resume(
     RunDirectory(run_dir).require_run()
     trust = inputs.is_trusted(lambda: load_record(run_dir), trust)
     experiment = load_record(run_dir, trust)
+    go_on_without_output()
     with Display(out, experiment.rounds) as display:
         results = launch.resume(run_dir, watcher=display, on_ray=not in_process, trust=trust, code=code)
     if display.experiment is not None:  # it has started
@@ -212,6 +214,7 @@ def run_all(
             say(f"{run.name}{': finished' if run.is_finished(root) else ''}")
         say(f"{counted(len(runs), 'run')}{' at the ends of the ranges' * study.learns}; folder: {root}")
         return
+    go_on_without_output()
     with StudyDisplay(out) as display:
         results = run_study(study, folder, only, at_once, display, extend, code)
     display.finish(results)

@@ -31,7 +31,7 @@ from cfl_ray.setup.protection import protected
 from cfl_ray.setup.round_choice import round_choice
 from cfl_ray.setup.scheduled_changes import data_changes, population_of
 from cfl_ray.setup.setup import Setup
-from cfl_ray.tracking import new_trackers
+from cfl_ray.tracking import check_destination, new_trackers, resolve_uri
 from cfl_ray.tracking.record import check_score_name
 
 
@@ -69,6 +69,8 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
     checks.check_targets(task, federation)
     checks.check_classes(task, federation.shape, experiment.evaluation.confusion)
     new_trackers(experiment.tracking)  # called only for the errors that it raises; every method gets its own trackers
+    if experiment.tracking.uses_mlflow:
+        check_destination(resolve_uri(experiment.tracking, experiment.output))
     check_schedule(experiment.schedule, federation.num_clients)
     population = population_of(experiment, federation.num_clients)
     for round in sorted({event.round for event in experiment.schedule if event.round <= experiment.rounds}):

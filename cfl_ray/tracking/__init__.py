@@ -4,7 +4,7 @@ Importing this package does not import mlflow.
 """
 
 from cfl_ray.tracking.delivery import Delivery
-from cfl_ray.tracking.mlflow import resolve_uri, save_model
+from cfl_ray.tracking.mlflow import check_destination, resolve_uri, save_model
 from cfl_ray.tracking.mlflow_tracker import Mlflow, deliver_earlier_results, deliver_pending, where_to_look
 from cfl_ray.tracking.record import (
     METRICS,
@@ -31,6 +31,7 @@ __all__ = [
     "RunInfo",
     "RunLog",
     "check_metrics",
+    "check_destination",
     "deliver_earlier_results",
     "deliver_pending",
     "flatten",

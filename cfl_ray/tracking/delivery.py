@@ -49,7 +49,7 @@ _SAID_WAIT_SECONDS = 10.0  # of `finish` for an open tracker, after which a line
 
 
 class Undeliverable(RunError):
-    """Something was deleted from the tracker, so that results cannot be delivered before a user acts."""
+    """The tracker does not take these results before a user acts, as if something was deleted from it."""
 
 
 @runtime_checkable

@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 import urllib.request
@@ -28,7 +29,7 @@ from urllib.parse import urlencode
 import numpy as np
 from filelock import FileLock
 
-from cfl_ray.errors import DataError
+from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.errors.redaction import split
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.security.credentials import with_credentials
@@ -61,6 +62,7 @@ CREATION_SECONDS = 60.0  # another process may be creating the same SQLite store
 _CONNECT_SECONDS = 2.0
 _RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 _RETRIES_AFTER_REFUSAL = "2"
+_ALLOWS_FOLDERS = "MLFLOW_ALLOW_FILE_STORE"  # variable without which newer releases refuse a folder as a store
 _EXPERIMENTS: dict[tuple[str, str], str] = {}  # ids of the experiments that this process has used, by URI and name
 
 DEFAULTS = {  # environment variables; values of the user take precedence
@@ -305,7 +307,16 @@ def client_of(uri: str, progress: ServerProgress | None = None) -> "MlflowClient
     with FileLock(f"{path}.lock", timeout=CREATION_SECONDS, mode=PRIVATE) if path else nullcontext():
         if path:
             _create_store(path)
-        return cast("MlflowClient", Counted(MlflowClient(uri), progress or ServerProgress()))
+        try:
+            client = MlflowClient(uri)
+        except _mlflow_errors() as error:
+            if _ALLOWS_FOLDERS not in str(error):
+                raise
+            raise Undeliverable(
+                f"MLflow {version('mlflow')} keeps no runs in a folder: set {_ALLOWS_FOLDERS}=true, and from the next "
+                "run on sqlite:///PATH/mlflow.db or a server"
+            ) from None
+        return cast("MlflowClient", Counted(client, progress or ServerProgress()))
 
 
 def experiment_of(client: "MlflowClient", uri: str, name: str) -> str:
@@ -526,6 +537,15 @@ def resolve_uri(tracking: Any, output: str | Path) -> str:
     uri = tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or store_below(output)
     uri = with_credentials(uri) or uri
     return absolute_sqlite(uri)  # since a later command may run in another folder
+
+
+def check_destination(uri: str) -> None:
+    """Raises ConfigError for the address of a server without its scheme, which MLflow takes for something else."""
+    if re.fullmatch(r"[\w.-]+:\d+(/.*)?", uri):
+        raise ConfigError(
+            f"MLflow at {uri}: the URI of a server begins with http:// or https://; set tracking.uri, or "
+            f"MLFLOW_TRACKING_URI, to http://{uri}"
+        )
 
 
 def store_below(output: str | Path) -> str:

@@ -1,5 +1,6 @@
 """Commands: their output, and for invalid input one message that names the cause, exit status 2 and no traceback."""
 
+import contextlib
 import json
 import os
 import re
@@ -10,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commands import call
+from commands import call, status_of
 
-from cfl_ray.cli import main
+from cfl_ray.cli import console, main
 from cfl_ray.config import load
 from cfl_ray.errors import Interrupted, RunStopped
 from cfl_ray.lifecycle import launch
@@ -200,6 +201,34 @@ def test_a_character_that_the_terminal_lacks_ends_no_command():
         timeout=300,
     )
     assert (shown.returncode, shown.stdout, shown.stderr) == (0, b"0.5 ? 0.1\n", b"")
+
+
+@pytest.mark.parametrize("reason", ["No space left on device", "Broken pipe"])
+def test_a_run_goes_on_without_an_output_that_cannot_be_written(reason, capsys, monkeypatch):
+    """As of a full disk, or `| tee log` after tee has ended. Other commands print results, and fail without it."""
+
+    def lost():
+        if reason == "Broken pipe":
+            read, write = os.pipe()
+            os.close(read)
+            return os.fdopen(write, "w")
+        return open("/dev/full", "w")
+
+    monkeypatch.setattr(console._output, "is_spare", False)
+    with lost() as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        assert status_of("run", "--in-process", "--run-dir", "here", *QUICK) == 0
+    message = capsys.readouterr().err
+    assert message.count("note:") == 1 and f"standard output cannot be written ({reason})" in message
+    assert Path("here/end.json").exists()
+
+    monkeypatch.setattr(console._output, "is_spare", False)
+    output = lost()
+    monkeypatch.setattr(sys, "stdout", output)
+    with pytest.raises((OSError, SystemExit)):
+        console.say("a result")
+    with contextlib.suppress(OSError):
+        output.close()
 
 
 def test_closed_standard_files_are_open_for_what_a_command_starts(tmp_path):

@@ -437,6 +437,13 @@ def test_an_experiment_deleted_during_a_run_is_named(sqlite, tmp_path, info, rec
         mlflow(tmp_path, sqlite, "going").bring_up_to_date()
 
 
+def test_a_folder_that_mlflow_does_not_take_is_named_with_what_helps(tmp_path, info, record):
+    log_to(tmp_path / "run", info, [record(1)])
+    for uri in (str(tmp_path / "mlruns"), (tmp_path / "mlruns").as_uri()):
+        with pytest.raises(delivery.Undeliverable, match="keeps no runs in a folder: set MLFLOW_ALLOW_FILE_STORE=true"):
+            mlflow(tmp_path / "run", uri).bring_up_to_date()
+
+
 def test_a_run_without_a_destination_is_an_error(tmp_path):
     with pytest.raises(DataError, match="was not started with MLflow"):
         Destination.read(tmp_path)

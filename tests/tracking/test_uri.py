@@ -6,9 +6,12 @@ import string
 from collections.abc import Iterator
 from urllib.parse import quote
 
+import pytest
+
 from cfl_ray.config import Experiment, TrackingConfig
+from cfl_ray.errors import ConfigError
 from cfl_ray.errors.redaction import HIDDEN, redact
-from cfl_ray.tracking import resolve_uri
+from cfl_ray.tracking import check_destination, resolve_uri
 from cfl_ray.tracking.mlflow import accepts_connection, with_credentials
 
 REDACTED = {
@@ -97,6 +100,26 @@ def test_resolve_uri_takes_config_then_environment_then_a_file_below_output(tmp_
 
 def test_resolve_uri_makes_a_file_absolute():
     assert resolve_uri(TrackingConfig(uri="sqlite:///runs/x.db"), "runs") == f"sqlite:///{os.getcwd()}/runs/x.db"
+
+
+@pytest.mark.parametrize("uri", ["localhost:5000", "10.0.0.7:5000/", "mlflow.lab-3.org:443/mlflow"])
+def test_the_address_of_a_server_without_its_scheme_is_refused(uri):
+    with pytest.raises(ConfigError, match=f"MLFLOW_TRACKING_URI, to http://{uri}$"):
+        check_destination(uri)
+
+
+def test_other_destinations_are_left_to_mlflow():
+    for uri in (
+        "http://host:5000",
+        "https://host",
+        "sqlite:////a/b.db",
+        "file:///a",
+        "/a/mlruns",
+        "runs",
+        "databricks",
+    ):
+        check_destination(uri)
+    check_destination("databricks://profile")
 
 
 def test_with_credentials(monkeypatch):
