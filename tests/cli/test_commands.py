@@ -13,6 +13,7 @@ import pytest
 import yaml
 from commands import call, status_of
 
+import cfl_ray
 from cfl_ray.cli import console, main
 from cfl_ray.config import load
 from cfl_ray.errors import Interrupted, RunStopped
@@ -245,6 +246,18 @@ finally:
     closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", program, tmp_path / "files"]
     subprocess.run(closed, check=True, timeout=300)
     assert (tmp_path / "files").read_text() == "[(0, True), (1, True), (2, True)]"
+
+
+def test_a_working_directory_that_was_removed_is_named(tmp_path):
+    (tmp_path / "gone").mkdir()
+    script = 'cd gone && rmdir "$PWD" && exec "$@"'
+    environment = os.environ | {"PYTHONPATH": str(Path(cfl_ray.__file__).parents[1])}
+    command = ["sh", "-c", script, "sh", sys.executable, "-m", "cfl_ray", "run"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: the working directory was removed; change to a folder that exists: cd\n",
+    )
 
 
 def test_an_interruption_while_the_command_line_is_imported_shows_no_traceback(monkeypatch, capsys):
