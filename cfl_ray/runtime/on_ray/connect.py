@@ -1,6 +1,7 @@
 """Joining or starting a Ray cluster, with errors that a user can act on. Fast to import."""
 
 import os
+import shutil
 import socket
 import stat
 import tempfile
@@ -27,6 +28,9 @@ _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
 _LOOPBACK = "127.0.0.1"
 _CONNECT_SECONDS = 10  # limit for a cluster to accept a connection
 _fork_server = ExitStack()  # of the cluster that this process has started
+_LONGEST_SOCKET = "session_2026-11-30_23-59-59_999999_4194304/sockets/plasma_store"  # of Ray, below its folder
+_SOCKET_BYTES = 107  # longest path of a socket on Linux
+_ROOM_BYTES = 20e6  # a run of a minute writes one or two MB
 # how often Ray tries to reach a cluster: 20 times by default, each up to 40 s
 _WAIT_VARIABLE = "RAY_gcs_server_port_wait_time_s"
 
@@ -86,12 +90,15 @@ def start_cluster(
     gpus: int | None = None,
     warn: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Starts a cluster and joins it; `end_cluster` ends it. Raises ConfigError if others can enter its folder.
+    """Starts a cluster and joins it; `end_cluster` ends it.
+
+    Raises ConfigError if others can enter its folder, RunError if the folder does not do (`_check_room`).
 
     gpus: None: those of this machine.
     warn: as in `connect`.
     """
     folder = session_folder()
+    _check_room(folder)
     if why := ray_internals.why_not():
         end_unused()
         warn(why)
@@ -128,6 +135,25 @@ def session_folder() -> Path:
             f"{folder} is not a folder that only you can enter; remove it, or set TMPDIR to a folder of yours"
         )
     return folder / "ray"
+
+
+def _check_room(folder: Path) -> None:
+    """Raises RunError if the paths of sockets in a session folder are too long, or its disk is full.
+
+    Without room for their logs, Ray's processes die one after the other, and no error names the disk.
+    """
+    excess = len(os.fsencode(folder / _LONGEST_SOCKET)) - _SOCKET_BYTES
+    if excess > 0:
+        given, most = folder.parent.parent, len(os.fsencode(folder.parent.parent)) - excess
+        raise RunError(
+            f"{given} is too long for the paths of Ray's sockets: {most + excess} bytes, at most {most}; set "
+            "RAY_TMPDIR to a shorter folder, such as /tmp"
+        )
+    if (free := shutil.disk_usage(folder.parent).free) < _ROOM_BYTES:
+        raise RunError(
+            f"{folder.parent} has room for {free / 1e6:.0f} MB, and the logs of Ray need {_ROOM_BYTES / 1e6:.0f} MB; "
+            "make room, or set RAY_TMPDIR to a folder with more"
+        )
 
 
 @contextmanager

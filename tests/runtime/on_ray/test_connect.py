@@ -57,6 +57,26 @@ def test_a_folder_that_others_can_enter_is_an_error_of_the_input(tmp_path, monke
         connect.connect(None)
 
 
+def test_a_folder_with_a_long_name_is_named_with_the_longest_that_fits(tmp_path, monkeypatch, own_cluster):
+    """As the TMPDIR of a batch job: the paths of sockets are shorter than those of files."""
+    below = f"/cfl_ray-{connect.os.geteuid()}/ray/{connect._LONGEST_SOCKET}"
+    most, name = 107 - len(below), f"{tmp_path}/ö"
+    Path(name).mkdir()
+    monkeypatch.setenv("RAY_TMPDIR", name)
+    own_cluster(lambda **options: pytest.fail("Ray would start"))
+    bytes = len(name) + 1
+    with pytest.raises(RunError, match=f"ö is too long .*: {bytes} bytes, at most {most}; set RAY_TMPDIR to a shorter"):
+        connect.connect(None)
+
+
+def test_a_full_disk_of_the_session_is_named_before_ray_starts(monkeypatch, own_cluster):
+    usage = connect.shutil.disk_usage("/")
+    monkeypatch.setattr(connect.shutil, "disk_usage", lambda folder: usage._replace(free=3_000_000))
+    own_cluster(lambda **options: pytest.fail("Ray would start"))
+    with pytest.raises(RunError, match=r"cfl_ray-\d+ has room for 3 MB, and the logs of Ray need 20 MB; make room, or"):
+        connect.connect(None)
+
+
 def test_a_cluster_of_a_run_has_its_session_there(own_cluster):
     started = {}
     own_cluster(lambda **options: started.update(options))
