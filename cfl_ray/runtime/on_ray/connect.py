@@ -28,7 +28,7 @@ _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
 _LOOPBACK = "127.0.0.1"
 _CONNECT_SECONDS = 10  # limit for a cluster to accept a connection
 _fork_server = ExitStack()  # of the cluster that this process has started
-_LONGEST_SOCKET = "session_2026-11-30_23-59-59_999999_4194304/sockets/plasma_store"  # of Ray, below its folder
+_LONGEST_SOCKET = "session_2026-11-30_23-59-59_999999_{pid}/sockets/plasma_store"  # of Ray, below its folder
 _SOCKET_BYTES = 107  # longest path of a socket on Linux
 _ROOM_BYTES = 20e6  # a run of a minute writes one or two MB
 # how often Ray tries to reach a cluster: 20 times by default, each up to 40 s
@@ -142,7 +142,7 @@ def _check_room(folder: Path) -> None:
 
     Without room for their logs, Ray's processes die one after the other, and no error names the disk.
     """
-    excess = len(os.fsencode(folder / _LONGEST_SOCKET)) - _SOCKET_BYTES
+    excess = len(os.fsencode(folder / _LONGEST_SOCKET.format(pid=os.getpid()))) - _SOCKET_BYTES
     if excess > 0:
         given, most = folder.parent.parent, len(os.fsencode(folder.parent.parent)) - excess
         raise RunError(

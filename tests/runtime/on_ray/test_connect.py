@@ -59,7 +59,7 @@ def test_a_folder_that_others_can_enter_is_an_error_of_the_input(tmp_path, monke
 
 def test_a_folder_with_a_long_name_is_named_with_the_longest_that_fits(tmp_path, monkeypatch, own_cluster):
     """As the TMPDIR of a batch job: the paths of sockets are shorter than those of files."""
-    below = f"/cfl_ray-{connect.os.geteuid()}/ray/{connect._LONGEST_SOCKET}"
+    below = f"/cfl_ray-{connect.os.geteuid()}/ray/{connect._LONGEST_SOCKET}".format(pid=connect.os.getpid())
     most, name = 107 - len(below), f"{tmp_path}/ö"
     Path(name).mkdir()
     monkeypatch.setenv("RAY_TMPDIR", name)
