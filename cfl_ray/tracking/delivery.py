@@ -5,6 +5,7 @@ holds the delivered part of the log, so that each record is delivered once, even
 """
 
 import math
+import re
 import sys
 import threading
 import time
@@ -344,9 +345,9 @@ def computed() -> tuple[int, int]:
 def redacted_reason(error: BaseException, uri: str) -> str:
     """Returns the beginning of an exception's text without the credentials of `uri`, at most 400 characters.
 
-    Without the statement that SQLAlchemy quotes after the reason of a database.
+    Without what SQLAlchemy appends to the reason of a database: the statement, and a link to its own pages.
     """
-    reason = text_of(error).partition(" [SQL: ")[0]
+    reason = re.split(r" \[SQL: | \(Background on this error at: ", text_of(error))[0]
     return redact(reason or type(error).__name__, uri)[:400]
 
 

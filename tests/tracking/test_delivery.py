@@ -12,6 +12,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from filelock import FileLock
@@ -151,6 +152,16 @@ def test_a_file_that_has_arrived_is_sent_again_only_if_it_changed(sqlite, tmp_pa
     (run,) = runs(sqlite, "files")
     assert run.files == {"a", "b", "deep", "empty"}
     assert (tmp_path / "artifacts/b").read_text() == "new"
+
+
+def test_filters_of_the_documentation_find_a_run(sqlite, tmp_path, info):
+    record = RoundRecord(1, {"accuracy": 0.9, "best_round": 1.0})
+    log_to(tmp_path, info, [record, replace(record, round=2)], "FINISHED")
+    mlflow(tmp_path, sqlite, "filters").bring_up_to_date()
+    client, experiment_id = adapter.connect(sqlite, "filters")
+    page = Path(__file__).parents[2].joinpath("docs/metrics.md").read_text()
+    filters = re.findall("^metrics.* and .*", page, re.M)
+    assert len(filters) == 2 and all(len(client.search_runs([experiment_id], each)) == 1 for each in filters)
 
 
 def test_a_description_by_the_user_stays(sqlite, tmp_path):
@@ -355,7 +366,7 @@ def test_an_error_of_a_database_is_one_line_without_its_statement(tmp_path, info
         time.sleep(0.01)
     log.close()
     assert "(sqlite3.OperationalError) no such table: metrics; the run continues" in warnings[0]
-    assert "INSERT" not in warnings[0] and not any(capfd.readouterr())
+    assert "INSERT" not in warnings[0] and "Background" not in warnings[0] and not any(capfd.readouterr())
 
 
 def test_with_nothing_pending_mlflow_is_not_imported(sqlite, tmp_path, tmp_path_factory, deliver):
