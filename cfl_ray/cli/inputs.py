@@ -111,11 +111,11 @@ def load_experiment(
     return experiment
 
 
-def say_earlier_results(experiment: "Experiment") -> None:
-    """Delivers what earlier runs could not deliver to MLflow, and says so."""
+def say_earlier_results(experiment: "Experiment", run_dir: Path | None = None) -> None:
+    """Delivers what earlier runs could not deliver to MLflow, and says so. run_dir: one that is not below `output`."""
     from cfl_ray.tracking import deliver_earlier_results
 
-    for line in deliver_earlier_results(experiment.tracking, experiment.output, warn):
+    for line in deliver_earlier_results(experiment.tracking, experiment.output, warn, run_dir):
         say(line)
 
 

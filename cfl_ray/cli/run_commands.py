@@ -84,6 +84,7 @@ def resume(
     RunDirectory(run_dir).require_run()
     trust = inputs.is_trusted(lambda: load_record(run_dir), trust)
     experiment = load_record(run_dir, trust)
+    inputs.say_earlier_results(experiment, run_dir)
     go_on_without_output()
     with Display(out, experiment.rounds) as display:
         results = launch.resume(run_dir, watcher=display, on_ray=not in_process, trust=trust, code=code)
@@ -91,7 +92,6 @@ def resume(
         display.finish(results)
         return
     say(f"{run_dir} is finished: nothing is left to do.")
-    inputs.say_earlier_results(experiment)
     display.show(results)
 
 

@@ -245,9 +245,10 @@ class LiveDelivery:
             self._done.wait(min(left, 1.0))
         self._done.set()  # ends the thread after the attempt in progress
         if lacks(self.delivery.run_dir, self.delivery.name):
-            later = "; the next cfl-ray command delivers them" if self.delivery.name == MLFLOW else ""
+            command = "the next cfl-ray command with the same output, or cfl-ray resume, delivers them"
+            later = f"; {command}" if self.delivery.name == MLFLOW else ""
             if self._undeliverable is not None:
-                later = f": {self._undeliverable}. Then the next cfl-ray command delivers them"
+                later = f": {self._undeliverable}. Then {command}"
             log = RunDirectory(self.delivery.run_dir).metrics
             self.warn(f"{self._title()} lacks {self._left()}, which {log} keeps{later}")
 

@@ -241,7 +241,11 @@ def where_to_look(run_dir: Path, uri: str) -> str:
 
 
 def deliver_pending(
-    output: str | Path, uri: str | None = None, seconds: float = 10.0, warn: Callable[[str], None] = lambda line: None
+    output: str | Path,
+    uri: str | None = None,
+    seconds: float = 10.0,
+    warn: Callable[[str], None] = lambda line: None,
+    run_dir: Path | None = None,
 ) -> dict[Path, int]:
     """Delivers the undelivered records of runs below `output` (output/*, output/*/*, runs of studies).
 
@@ -254,16 +258,17 @@ def deliver_pending(
     seconds: longest wait once a run is open at its destination, and before that without progress, which is also what
         this process computes (`computed`); deliveries in progress end in the background.
     warn: receives a line for each undelivered run.
+    run_dir: a run whose records are delivered too, as it may be in another place than `output`.
     """
     chosen = (uri, os.environ.get("MLFLOW_TRACKING_URI"), store_below(output))
     known = {redact(destination) for destination in chosen if destination}
     pending: list[tuple[Path, str]] = []
     unknown: dict[str, list[Path]] = {}
-    for run_dir, destination in _pending(Path(output), warn):
-        if destination.uri in known or destination.is_chosen(run_dir):
-            pending.append((run_dir, destination.uri))
+    for directory, destination in _pending(Path(output), run_dir, warn):
+        if destination.uri in known or destination.is_chosen(directory):
+            pending.append((directory, destination.uri))
         else:
-            unknown.setdefault(destination.uri, []).append(run_dir)
+            unknown.setdefault(destination.uri, []).append(directory)
     for unknown_uri, run_dirs in unknown.items():
         warn(_not_sent(unknown_uri, run_dirs, Path(output)))
     delivered: dict[Path, int] = {}
@@ -281,12 +286,15 @@ def deliver_pending(
 
 
 def deliver_earlier_results(
-    tracking: TrackingConfig, output: str | Path, warn: Callable[[str], None] = lambda line: None
+    tracking: TrackingConfig,
+    output: str | Path,
+    warn: Callable[[str], None] = lambda line: None,
+    run_dir: Path | None = None,
 ) -> list[str]:
     """As `deliver_pending`, for an experiment below this `output`. Returns a line on each delivered run."""
     if not tracking.uses_mlflow:
         return []
-    delivered = deliver_pending(output, resolve_uri(tracking, output), warn=warn)
+    delivered = deliver_pending(output, resolve_uri(tracking, output), warn=warn, run_dir=run_dir)
     return [
         f"Delivered {counted(rounds, 'round')} of {run_dir} to MLflow, which was out of reach before."
         for run_dir, rounds in delivered.items()
@@ -306,10 +314,17 @@ def _not_sent(uri: str, run_dirs: list[Path], output: Path) -> str:
     )
 
 
-def _pending(output: Path, warn: Callable[[str], None]) -> Iterator[tuple[Path, Destination]]:
+def _pending(output: Path, run_dir: Path | None, warn: Callable[[str], None]) -> Iterator[tuple[Path, Destination]]:
     """Yields the runs of which MLflow lacks a part, from a few file operations and without importing mlflow."""
-    for folders in ("*", "*/*", f"*/{RUNS_OF_STUDY}/*"):
-        for path in sorted(output.glob(f"{folders}/{RunDirectory.mlflow.name}")):
+    places = [(output, folders) for folders in ("*", "*/*", f"*/{RUNS_OF_STUDY}/*")]
+    if run_dir is not None:
+        places += [(run_dir.absolute(), folders) for folders in (".", "*")]
+    seen: set[Path] = set()
+    for place, folders in places:
+        for path in sorted(place.glob(f"{folders}/{RunDirectory.mlflow.name}")):
+            if path.resolve() in seen:
+                continue
+            seen.add(path.resolve())
             try:
                 destination = Destination.read(path.parent)
                 if destination.run_id is None or lacks(path.parent, MLFLOW):

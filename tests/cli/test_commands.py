@@ -204,6 +204,20 @@ def test_a_character_that_the_terminal_lacks_ends_no_command():
     assert (shown.returncode, shown.stdout, shown.stderr) == (0, b"0.5 ? 0.1\n", b"")
 
 
+@pytest.mark.slow
+def test_resume_delivers_what_a_finished_run_could_not_whatever_its_place(capsys, monkeypatch):
+    """The other commands look below `output` alone, where a run with --run-dir need not be."""
+    with monkeypatch.context() as patch:
+        patch.setattr("cfl_ray.tracking.mlflow_tracker.accepts_connection", lambda uri: False)
+        run = ["run", "--in-process", "--run-dir", "here", "output=there", *QUICK, "tracking.enabled=true"]
+        status, printed, _ = call(capsys, *run)
+    assert status == 0 and "or cfl-ray resume, delivers them" in printed
+    status, printed, _ = call(capsys, "resume", "--in-process", "here")
+    where = [Path("here").absolute(), Path("here/fedavg").absolute()]
+    assert status == 0 and all(f"of {place} to MLflow, which was out of reach before" in printed for place in where)
+    assert "Delivered" not in call(capsys, "resume", "--in-process", "here")[1]
+
+
 @pytest.mark.parametrize("reason", ["No space left on device", "Broken pipe"])
 def test_a_run_goes_on_without_an_output_that_cannot_be_written(reason, capsys, monkeypatch):
     """As of a full disk, or `| tee log` after tee has ended. Other commands print results, and fail without it."""
@@ -226,6 +240,7 @@ def test_a_run_goes_on_without_an_output_that_cannot_be_written(reason, capsys, 
     monkeypatch.setattr(console._output, "is_spare", False)
     output = lost()
     monkeypatch.setattr(sys, "stdout", output)
+    monkeypatch.setattr(console.out, "quiet", False)  # Rich sets it when a pipe is closed
     with pytest.raises((OSError, SystemExit)):
         console.say("a result")
     with contextlib.suppress(OSError):

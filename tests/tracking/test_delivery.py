@@ -647,6 +647,13 @@ class TestDestinations:
             f"MLflow at http://slow still lacks results of {tmp_path / 'a'} and 2 more after 0 s; the next" in warning
         )
 
+    def test_a_run_in_another_place_than_the_output_is_delivered_when_it_is_named(self, pending, reached, tmp_path):
+        run_dir = pending("elsewhere/run", "http://server")
+        of_method = pending("elsewhere/run/fedavg", "http://server")
+        assert not deliver_pending(tmp_path / "runs", "http://server")
+        assert [*deliver_pending(tmp_path / "runs", "http://server", run_dir=run_dir)] == [run_dir, of_method]
+        assert [*deliver_pending(tmp_path / "elsewhere", "http://server", run_dir=run_dir)] == [run_dir, of_method]
+
     def test_a_run_that_goes_on_is_signed_again_and_not_delivered_again(self, pending):
         run_dir = pending("run", "http://server", own=False)
         cursor = json.loads((run_dir / CURSOR).read_text()) | {"run_id": "abc", "delivered": 7}
