@@ -1,10 +1,8 @@
 """Builds the federation of an experiment's `data` section. Shards are written once; runs with equal data reuse them."""
 
 import hashlib
-import inspect
 import json
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +36,10 @@ from cfl_ray.data.synthetic import ConceptFederation, SyntheticFederation
 from cfl_ray.data.validation_share import ValidationShare
 from cfl_ray.errors import DataError
 from cfl_ray.plugins.calling import reference_of
+from cfl_ray.plugins.content import content_of_files, content_of_object
 from cfl_ray.plugins.registry import Registry
 from cfl_ray.system.collection import paused_collection
-from cfl_ray.system.files import cache_folder, sha256
+from cfl_ray.system.files import cache_folder
 
 
 @dataclass(frozen=True)
@@ -378,13 +377,11 @@ def _recipe(data: DataConfig, seed: int, sources: list[Source] | None, targets: 
 
 
 def _code_of(registry: Registry[Any], kind: Any) -> str:
-    """The sha256 of the file that defines a plugin; without a file, the plugin's name."""
+    """A digest of the code of a plugin that the config names, or of an object made in Python."""
     part = registry.resolve(kind)
-    try:
-        source = inspect.unwrap(part.func if isinstance(part, partial) else part)
-        return sha256(Path(inspect.getsourcefile(source) or ""))
-    except (TypeError, OSError):
-        return str(reference_of(part))
+    if not isinstance(kind, str):
+        return content_of_object(part)
+    return content_of_files(part) or str(reference_of(part))
 
 
 def _hash(recipe: dict[str, Any]) -> str:
