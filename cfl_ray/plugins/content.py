@@ -35,7 +35,7 @@ def content_of_object(part: Any) -> str:
     return hashlib.sha256(content_of_files(part).encode() + pickled.getvalue()).hexdigest()
 
 
-class _ByValue(cloudpickle.Pickler):  # type: ignore[misc]
+class _ByValue(cloudpickle.Pickler):
     """Pickles functions without the place of their definition, which differs between two sessions of a notebook."""
 
     def reducer_override(self, obj: Any) -> Any:
