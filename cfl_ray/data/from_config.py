@@ -19,7 +19,7 @@ from cfl_ray.config.data import (
 )
 from cfl_ray.config.partition import PARTITION_KINDS, PluginPartitionConfig
 from cfl_ray.config.shift import SHIFT_KINDS, HybridConfig, PluginShiftConfig
-from cfl_ray.config.unused import warnings_of_division
+from cfl_ray.config.unused import USES_OF_TESTS, warnings_of_division
 from cfl_ray.core import global_generators
 from cfl_ray.data.data_set import Progress, Source
 from cfl_ray.data.decoding import DECODING
@@ -321,8 +321,7 @@ def _unused_tests(data: DataConfig, loaded: Source | None) -> list[str]:
         return []
     return [
         f"x_test and y_test of source {reference_of(data.source)} have no effect: data.test.view is holdout; "
-        "data.test.pool: true divides them among the clients as well, and data.test.view: cluster, label or all "
-        "tests clients on them"
+        f"{USES_OF_TESTS}"
     ]
 
 

@@ -14,6 +14,8 @@ from cfl_ray.errors import ConfigError, RunError, UserError, class_and_text, did
 _PACKAGE = Path(__file__).parents[1]
 _STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 _INSTALLED = {"site-packages", "dist-packages"}  # folders of installed packages
+_OF_FILES = (".py", ".npz", ".npy", ".csv", ".tsv", ".txt", ".parquet", ".feather", ".arrow", ".orc", ".json", ".jsonl")
+_OF_FILES += (".h5", ".hdf5", ".mat", ".pt", ".pth", ".pkl", ".pickle", ".xls", ".xlsx", ".db", ".zip", ".gz", ".tar")
 
 
 # ---- in messages
@@ -158,8 +160,13 @@ def reference_of(part: Any) -> Any:
 
 def is_made_in_python(reference: str) -> bool:
     """Whether a name in a config is that of an object made in Python, as `reference_of` records it."""
-    is_file = reference.endswith((".py", ".npz", ".csv", ".parquet"))
-    return re.fullmatch(r"([\w<>]+\.)+[\w<>]+", reference) is not None and not is_file
+    return re.fullmatch(r"([\w<>]+\.)+[\w<>]+", reference) is not None and not reference.lower().endswith(_OF_FILES)
+
+
+def without_name(reference: str) -> str:
+    """What a reference to a file lacks, to follow a message; empty for other references."""
+    lacks = reference.endswith(".py")
+    return f": write {reference}:NAME, with the name of a function or class in that file" if lacks else ""
 
 
 def parse_choice(key: str, value: Any) -> tuple[Any, dict[str, Any]]:

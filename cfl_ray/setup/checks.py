@@ -20,7 +20,7 @@ from cfl_ray.core.diagnostics import MOST_VALUES
 from cfl_ray.core.method import Method
 from cfl_ray.core.metrics import METRICS
 from cfl_ray.core.params import ParamSpec
-from cfl_ray.core.tasks import TARGETS, Task
+from cfl_ray.core.tasks import TARGETS, Task, bce, cross_entropy, token_cross_entropy
 from cfl_ray.core.work import Address
 from cfl_ray.data.federation import DataShape, Federation
 from cfl_ray.engine import choice
@@ -215,7 +215,7 @@ def _work_of(setup: Setup, network: Network, label: str, method: Method[Any]) ->
 
 
 def warnings_of_model(setup: Setup, network: Network) -> tuple[str, ...]:
-    """A line for each method that shares nothing or keeps nothing of this model, and if its head is not its output."""
+    """A line for each method that shares nothing or keeps nothing of this model, and on its head and its outputs."""
     spec, found = network.spec, []
     for label, method in setup.methods.items():
         if text := method.model_warning(spec):
@@ -230,6 +230,11 @@ def warnings_of_model(setup: Setup, network: Network) -> tuple[str, ...]:
             )
         elif shared.count < spec.size and trained == spec.trained:
             found.append(f"{label} keeps no trained parameter private: it is FedAvg on this model ({private})")
+    if setup.task.loss in (cross_entropy, token_cross_entropy, bce) and (squashing := network.squashing()):
+        found.append(
+            f"the outputs of the model come from {squashing}, but the loss of task {setup.task.name} computes that "
+            "itself, of logits, so training is slow; leave it out, and compute probabilities from predictions"
+        )
     if network.last_layer != spec.layers[-1]:
         found.append(
             f"the head of the model is its last trained layer as registered, {spec.layers[-1]!r}, but the last "

@@ -121,6 +121,20 @@ def test_a_method_without_a_name_is_rejected_on_its_use():
 
     with pytest.raises(ConfigError, match=r'Nameless has no name; write `class Nameless\(FedAvg, name="nameless"\)`'):
         resolve([Nameless])
+    with pytest.raises(ConfigError, match="Nameless has no name; write"):
+        resolve([Nameless()])
+
+
+def test_what_is_no_method_is_named():
+    for entry, what in ((len, "got len"), (5, "got int"), (object(), "got object")):
+        with pytest.raises(
+            ConfigError, match=f"methods: an entry is a name, .* a subclass of cfl_ray.Method .*, {what}$"
+        ):
+            resolve([entry])
+    with pytest.raises(ConfigError, match="method 'dict' is dict, not a subclass of cfl_ray.Method"):
+        resolve([dict])
+    with pytest.raises(ConfigError, match=r"method fedavg has no option 'name' \(did you mean 'label'\?\)"):
+        resolve([{"fedavg": {"name": "other"}}])
 
 
 def test_a_method_or_state_with_fields_that_is_no_dataclass_is_rejected():
