@@ -8,7 +8,7 @@ from typing import Any
 
 from cfl_ray.core.method import Method
 from cfl_ray.errors import ConfigError, did_you_mean
-from cfl_ray.plugins.calling import described, no_dataclass, parse_choice, place_of
+from cfl_ray.plugins.calling import check_hooks, described, no_dataclass, parse_choice, place_of
 from cfl_ray.plugins.registry import Registry
 
 for _module in pkgutil.iter_modules(__path__):
@@ -35,6 +35,8 @@ def resolve(entries: list[Any]) -> dict[str, Method[Any]]:
         method.label or (name if names.count(name) == 1 else full_label(method))
         for name, method in zip(names, methods, strict=True)
     ]
+    for method in methods:
+        check_hooks(method, Method, ("init", "round", "serve", "join", "drift", "leave", "diagnose"))
     for label in labels:
         if labels.count(label) > 1:
             raise ConfigError(f"methods: {label!r} is listed twice; give the second other options or a `label`")
