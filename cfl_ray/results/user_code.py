@@ -26,7 +26,7 @@ def files_of(experiment: Experiment) -> list[Path]:
     Functions that were typed into a console or a notebook have no file (`typed_sources`).
     """
     named = {Path(text.rpartition(":")[0]).resolve() for text in experiment.references}
-    objects = {file for part in _objects_of(experiment) if is_user_file(file := _file_of(part))}
+    objects = {file for part in objects_of(experiment) if is_user_file(file := _file_of(part))}
     found = {file for file in named | objects if file is not None and file.is_file()}
     return sorted(found | {beside for file in found for beside in imported_beside(file)})
 
@@ -37,7 +37,7 @@ def typed_sources(experiment: Experiment) -> dict[str, str]:
     A source is the whole cell, and the cells of functions and classes of the same module that it uses.
     """
     found: dict[str, str] = {}
-    waiting = [part for part in _objects_of(experiment) if (file := _file_of(part)) is None or not file.is_file()]
+    waiting = [part for part in objects_of(experiment) if (file := _file_of(part)) is None or not file.is_file()]
     seen: set[int] = set()
     while waiting:
         part = waiting.pop()
@@ -70,7 +70,7 @@ def edited_files(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]
     return sorted(name for name in before.keys() & now.keys() if before[name] != now[name])
 
 
-def _objects_of(experiment: Experiment) -> Iterator[Any]:
+def objects_of(experiment: Experiment) -> Iterator[Any]:
     """Yields the objects of the experiment that are no data."""
     return _objects_in([experiment.model_dump(), experiment.methods])
 
