@@ -10,10 +10,12 @@ from torch import Tensor
 
 from cfl_ray.core.clients import Clients
 from cfl_ray.core.events import drawn
+from cfl_ray.core.global_generators import seeded_for
 from cfl_ray.core.method import Method, Start
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import UNASSIGNED, State
+from cfl_ray.core.work import Address
 from cfl_ray.errors import RunError, says_where
 from cfl_ray.plugins.calling import described, is_user_file, place_of, raised_at
 
@@ -22,6 +24,7 @@ from cfl_ray.plugins.calling import described, is_user_file, place_of, raised_at
 class CheckedMethod:
     """Calls the steps of a method. Raises RunError, with the author's line, for a result that is not as agreed.
 
+    What a user's method, or a library that it calls, draws from global generators follows from seed and round.
     columns: P, the length of a model's row.
     """
 
@@ -80,13 +83,16 @@ class CheckedMethod:
         return after
 
 
-def _noting(hook: Callable[..., Any], *arguments: Any) -> Any:
+def _noting(hook: Any, *arguments: Any) -> Any:
     """The result of a step. Adds a note with the author's line to its exceptions.
 
     A line of this package is noted only if the error names no place.
     """
+    start = next((each for each in arguments if isinstance(each, Start | Clients)), None)
+    at = Address(0, -1, -1) if start is None else Address(start.seed, getattr(start, "round", -1), -1)
     try:
-        return hook(*arguments)
+        with seeded_for(getattr(hook, "__self__", hook), at, -1, hook.__name__):
+            return hook(*arguments)
     except Exception as error:
         place = raised_at(hook, error)
         if place and (is_user_file(place[0]) or not says_where(error)):
