@@ -10,8 +10,9 @@ from torch import Tensor
 
 from cfl_ray.core.clients import Clients
 from cfl_ray.core.events import drawn
-from cfl_ray.core.global_generators import seeded_for
+from cfl_ray.core.global_generators import is_users, seeded_for
 from cfl_ray.core.method import Method, Start
+from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import UNASSIGNED, State
@@ -35,7 +36,11 @@ class CheckedMethod:
         return self._checked(self.method.init, start)
 
     def round(self, state: State, clients: Clients, rng: Draws) -> State:
-        return self._checked(self.method.round, state, self._keeping(clients), rng)
+        after = self._checked(self.method.round, state, self._keeping(clients), rng)
+        spec, hook = clients.spec, self.method.round
+        if is_users(self.method) and (what := _broken(after, spec)) and not _broken(state, spec):
+            clients.stats.notes.append(f"{place_of(hook)} returned models with {what}")
+        return after
 
     def serve(self, state: State, clients: Clients) -> Serving:
         clients = self._keeping(clients)
@@ -98,6 +103,18 @@ def _noting(hook: Any, *arguments: Any) -> Any:
         if place and (is_user_file(place[0]) or not says_where(error)):
             error.add_note(f"in {hook.__qualname__}, {place[0]}, line {place[1]}")
         raise
+
+
+def _broken(state: State, spec: ParamSpec) -> str:
+    """What makes outputs of the models invalid, in words; empty for finite models. Averages never do so themselves."""
+    if not state.models_KP.isfinite().all():
+        return "numbers that are not finite, though updates that are not finite are left out of averages"
+    if any("running_var" in name for name in spec.names) and spec.columns("running_var").of(state.models_KP).min() < 0:
+        return (
+            "negative variances of BatchNorm, which make outputs NaN: extrapolate only the first spec.trained columns, "
+            "and take the others from the average"
+        )
+    return ""
 
 
 def _check_state(state: Any, hook: Callable[..., Any], state_type: type[State], num_clients: int, columns: int) -> None:

@@ -4,7 +4,7 @@ import dataclasses
 import importlib
 import pkgutil
 import re
-from typing import Any
+from typing import Any, cast
 
 from cfl_ray.core.method import Method
 from cfl_ray.errors import ConfigError, did_you_mean
@@ -68,7 +68,7 @@ def find(name: str) -> type[Method[Any]]:
     return _require_name(METHODS.find(plain if plain in REGISTRY else name), name)
 
 
-def _require_name(cls: type[Method[Any]], called: str = "") -> type[Method[Any]]:
+def _require_name(cls: Any, called: str = "") -> type[Method[Any]]:
     """The class itself. Raises ConfigError for a class of something else, or without a name. called: in the config."""
     if not (isinstance(cls, type) and issubclass(cls, Method)):
         what = place_of(cls) if isinstance(cls, type) else f"a {type(cls).__name__}"
@@ -77,7 +77,7 @@ def _require_name(cls: type[Method[Any]], called: str = "") -> type[Method[Any]]
         definition = f'class {cls.__name__}({cls.__bases__[0].__name__}, name="{cls.__name__.lower()}")'
         raise ConfigError(f"{cls.__name__} has no name; write `{definition}`")
     _require_dataclasses(cls)
-    return cls
+    return cast(type[Method[Any]], cls)
 
 
 def _require_dataclasses(method: type[Method[Any]]) -> None:

@@ -14,8 +14,9 @@ from cfl_ray.errors import ConfigError, RunError, UserError, class_and_text, did
 _PACKAGE = Path(__file__).parents[1]
 _STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 _INSTALLED = {"site-packages", "dist-packages"}  # folders of installed packages
-_OF_FILES = (".py", ".npz", ".npy", ".csv", ".tsv", ".txt", ".parquet", ".feather", ".arrow", ".orc", ".json", ".jsonl")
-_OF_FILES += (".h5", ".hdf5", ".mat", ".pt", ".pth", ".pkl", ".pickle", ".xls", ".xlsx", ".db", ".zip", ".gz", ".tar")
+_OF_FILES = re.compile(  # ends of the names of files, which no function has
+    r"\.(py|np[yz]|[ct]sv|txt|parquet|feather|arrow|orc|jsonl?|h5|hdf5|mat|pth?|pkl|pickle|xlsx?|db|zip|gz|tar)$", re.I
+)
 
 
 # ---- in messages
@@ -170,7 +171,7 @@ def reference_of(part: Any) -> Any:
 
 def is_made_in_python(reference: str) -> bool:
     """Whether a name in a config is that of an object made in Python, as `reference_of` records it."""
-    return re.fullmatch(r"([\w<>]+\.)+[\w<>]+", reference) is not None and not reference.lower().endswith(_OF_FILES)
+    return re.fullmatch(r"([\w<>]+\.)+[\w<>]+", reference) is not None and not _OF_FILES.search(reference)
 
 
 def without_name(reference: str) -> str:
