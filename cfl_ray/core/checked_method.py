@@ -1,7 +1,7 @@
 """The contract of methods: results of a wrong type or shape are errors that name the author's line."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -77,7 +77,13 @@ class CheckedMethod:
         else:
             num_clients, phase = before.num_clients, None
         content = before.fingerprint() if isinstance(before, State) else {}
+        options = _containers(self.method)
         after: State = _noting(hook, before, *arguments)
+        if changed := [name for name, text in _containers(self.method).items() if options[name] != text]:
+            raise RunError(
+                f"{place_of(hook)} changed {', '.join(changed)} of the method, which checkpoints miss; what changes "
+                "during a run is a field of the state, a subclass of State"
+            )
         _check_state(after, hook, self.method.state_type, num_clients, self.columns)
         if isinstance(before, State) and (modified := dict(before.fingerprint().items() - content.items())):
             raise RunError(
@@ -103,6 +109,12 @@ def _noting(hook: Any, *arguments: Any) -> Any:
         if place and (is_user_file(place[0]) or not says_where(error)):
             error.add_note(f"in {hook.__qualname__}, {place[0]}, line {place[1]}")
         raise
+
+
+def _containers(method: Method[Any]) -> dict[str, str]:
+    """The content of the fields of a user's method that can be changed in place, as text."""
+    values = {item.name: getattr(method, item.name) for item in fields(method)} if is_users(method) else {}
+    return {name: repr(value) for name, value in values.items() if isinstance(value, list | dict | set | np.ndarray)}
 
 
 def _broken(state: State, spec: ParamSpec) -> str:
