@@ -4,7 +4,7 @@ import dataclasses
 import importlib
 import pkgutil
 import re
-from typing import Any, cast
+from typing import Any
 
 from cfl_ray.core.method import Method
 from cfl_ray.errors import ConfigError, did_you_mean
@@ -77,7 +77,7 @@ def _require_name(cls: Any, called: str = "") -> type[Method[Any]]:
         definition = f'class {cls.__name__}({cls.__bases__[0].__name__}, name="{cls.__name__.lower()}")'
         raise ConfigError(f"{cls.__name__} has no name; write `{definition}`")
     _require_dataclasses(cls)
-    return cast(type[Method[Any]], cls)
+    return cls
 
 
 def _require_dataclasses(method: type[Method[Any]]) -> None:
