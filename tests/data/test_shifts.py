@@ -208,7 +208,7 @@ class TestOwnShift:
             variant.train(np.arange(5, 10))
 
     def test_a_wrong_signature_is_an_error_before_any_sample(self, toy):
-        with pytest.raises(ConfigError, match="data.shift .*<lambda> .* is called with x, y, group, draw, and has"):
+        with pytest.raises(ConfigError, match="data.shift .*<lambda> .* is called with x, y, group, draw: too many"):
             groups(toy(), kind=lambda x, y: (x, y))
 
     def test_an_edited_file_makes_new_shards(self, tmp_path):
