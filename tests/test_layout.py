@@ -228,11 +228,12 @@ def test_requests_to_a_live_run_and_starting_hosts_do_not_wait_for_torch():
 def test_nothing_is_pickled_or_loaded_from_a_pickle():
     """Checkpoints are safetensors and JSON; a .pt file is only written where a user asks for it.
 
-    What Ray serialises on its way is Ray's affair.
+    What Ray serialises on its way is Ray's affair. A digest is of pickled bytes, which go nowhere else.
     """
     for name, tree in parsed().items():
         loaded = {found.split(".")[0] for found in imports(tree)}
-        assert not loaded & {"pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}, name
+        digested = {"cloudpickle"} if name == "plugins/content.py" else set()
+        assert not loaded & {"pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"} - digested, name
         attributes = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         allowed = {"torch.save"} if name == "results/export.py" else set()
         assert not attributes & {"torch.load", "torch.save"} - allowed, name

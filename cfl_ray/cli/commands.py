@@ -18,9 +18,9 @@ import typer
 import cfl_ray
 from cfl_ray.cli import folder_commands, inspect_commands, result_commands, run_commands
 from cfl_ray.cli.console import err, say
-from cfl_ray.errors import Interrupted, RunStopped, UserError, class_and_text, notes_of, says_where
+from cfl_ray.errors import Interrupted, RunStopped, UserError, says_where
 from cfl_ray.errors.redaction import redact
-from cfl_ray.plugins.calling import is_user_file, users_place
+from cfl_ray.plugins.calling import is_user_file, with_place
 from cfl_ray.system.collection import skip_last_collections
 
 # new objects until the garbage collector looks for cycles; with Python's 700 it takes a fifth of the time of imports
@@ -104,9 +104,8 @@ def main(arguments: list[str] | None = None) -> None:
         if os.environ.get("CFL_RAY_DEBUG"):
             raise
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        place = users_place(error) or f"{Path(frame.filename).name}, line {frame.lineno}"
-        location = "" if says_where(error) else f" ({place})"
-        _fail(f"{class_and_text(error)}{location}{notes_of(error)}; set CFL_RAY_DEBUG=1 for the whole traceback", 1)
+        place = "" if says_where(error) else f"{Path(frame.filename).name}, line {frame.lineno}"
+        _fail(f"{with_place(error, place)}; set CFL_RAY_DEBUG=1 for the whole traceback", 1)
 
 
 def _open_standard_files() -> None:

@@ -65,7 +65,8 @@ class Experiment(WholeConfig):
     methods: list[Any] = Field(
         ["fedavg", "ifca", "stocfl"],
         min_length=1,
-        description="methods to run: a name, {name: {option: value}} or path/to/file.py:Class each",
+        description="methods to run: a name, {name: {option: value}} or path/to/file.py:Class each; the option label "
+        "names a method in results",
     )
     task: Any = Field(
         "classification",

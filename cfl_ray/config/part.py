@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
 from operator import or_
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Annotated, Any, Generic, TypeVar, cast
 
@@ -13,7 +14,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from cfl_ray.config.section import ConfigSection
 from cfl_ray.errors import did_you_mean
-from cfl_ray.plugins.calling import is_made_in_python, reference_of
+from cfl_ray.plugins.calling import is_made_in_python, reference_of, without_name
 from cfl_ray.plugins.loading import entry_points_of
 from cfl_ray.plugins.registry import Registry
 
@@ -43,8 +44,24 @@ def check_name(value: Any, part: str, builtin: Iterable[str], group: str) -> Non
     if isinstance(value, str) and value not in builtin and ":" not in value and not is_made_in_python(value):
         names = [*builtin, *entry_points_of(group)]
         if value not in names:
-            raise ValueError(f"unknown {part} {value!r}{did_you_mean(value, names)}")
+            raise ValueError(f"unknown {part} {value!r}{_instead_of_file(value, part) or did_you_mean(value, names)}")
     check_part(value, part)
+
+
+_KINDS_OF_FILES = {".csv": "csv", ".tsv": "csv", ".parquet": "csv", ".npz": "arrays"}
+
+
+def _instead_of_file(value: str, part: str) -> str:
+    """What to write instead of the name of a file or folder, to follow a message; empty for any other name."""
+    suffix = Path(value).suffix.lower()
+    if part != "data set" or suffix == ".py" or not (suffix or "/" in value):
+        return without_name(value)
+    kind = _KINDS_OF_FILES.get(suffix)
+    cure = f"write source: {kind}, root: {value}" if kind else "a function in a file of yours, my.py:load, reads others"
+    return (
+        ": data.source is a kind of data (csv, arrays, image_folder ...: cfl-ray list datasets), data.root its file "
+        f"or folder; {cure}"
+    )
 
 
 def check_part(value: Any, part: str) -> None:

@@ -12,6 +12,11 @@ from cfl_ray.config.section import ConfigSection
 from cfl_ray.plugins.calling import reference_of
 from cfl_ray.system.nested import leaves_of
 
+USES_OF_TESTS = (
+    "data.test.pool: true divides them among the clients as well, and data.test.view: cluster, label or all tests "
+    "clients on them"
+)
+
 
 def unused_keys(experiment: Experiment) -> dict[str, str]:
     """The keys without effect, dotted, each with the reason."""
@@ -100,7 +105,7 @@ def _rules_of_data(data: DataConfig) -> Iterator[tuple[str, Iterable[str], str]]
         keys = ["max_samples"] if test.view == "holdout" else ["fraction", "order"]
         yield "data.test", keys, f"data.test.view is {test.view}"
     if test.view == "holdout" and not test.pool and hasattr(data, "test_files"):
-        yield "data", ["test_files"], "data.test.view is holdout"
+        yield "data", ["test_files"], f"data.test.view is holdout; {USES_OF_TESTS}"
     if data.validation is not None and data.names_validation_part:
         yield "data.validation", ["fraction", "order"], f"source {data.source} has a validation part of its own"
     if isinstance(data, ColumnsDataConfig):

@@ -1,7 +1,7 @@
 """The contract of methods: results of a wrong type or shape are errors that name the author's line."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -10,10 +10,13 @@ from torch import Tensor
 
 from cfl_ray.core.clients import Clients
 from cfl_ray.core.events import drawn
+from cfl_ray.core.global_generators import is_users, seeded_for
 from cfl_ray.core.method import Method, Start
+from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import UNASSIGNED, State
+from cfl_ray.core.work import Address
 from cfl_ray.errors import RunError, says_where
 from cfl_ray.plugins.calling import described, is_user_file, place_of, raised_at
 
@@ -22,6 +25,7 @@ from cfl_ray.plugins.calling import described, is_user_file, place_of, raised_at
 class CheckedMethod:
     """Calls the steps of a method. Raises RunError, with the author's line, for a result that is not as agreed.
 
+    What a user's method, or a library that it calls, draws from global generators follows from seed and round.
     columns: P, the length of a model's row.
     """
 
@@ -32,7 +36,11 @@ class CheckedMethod:
         return self._checked(self.method.init, start)
 
     def round(self, state: State, clients: Clients, rng: Draws) -> State:
-        return self._checked(self.method.round, state, self._keeping(clients), rng)
+        after = self._checked(self.method.round, state, self._keeping(clients), rng)
+        spec, hook = clients.spec, self.method.round
+        if is_users(self.method) and (what := _broken(after, spec)) and not _broken(state, spec):
+            clients.stats.notes.append(f"{place_of(hook)} returned models with {what}")
+        return after
 
     def serve(self, state: State, clients: Clients) -> Serving:
         clients = self._keeping(clients)
@@ -69,7 +77,13 @@ class CheckedMethod:
         else:
             num_clients, phase = before.num_clients, None
         content = before.fingerprint() if isinstance(before, State) else {}
+        options = _containers(self.method)
         after: State = _noting(hook, before, *arguments)
+        if changed := [name for name, text in _containers(self.method).items() if options[name] != text]:
+            raise RunError(
+                f"{place_of(hook)} changed {', '.join(changed)} of the method, which checkpoints miss; what changes "
+                "during a run is a field of the state, a subclass of State"
+            )
         _check_state(after, hook, self.method.state_type, num_clients, self.columns)
         if isinstance(before, State) and (modified := dict(before.fingerprint().items() - content.items())):
             raise RunError(
@@ -80,18 +94,39 @@ class CheckedMethod:
         return after
 
 
-def _noting(hook: Callable[..., Any], *arguments: Any) -> Any:
+def _noting(hook: Any, *arguments: Any) -> Any:
     """The result of a step. Adds a note with the author's line to its exceptions.
 
     A line of this package is noted only if the error names no place.
     """
+    start = next((each for each in arguments if isinstance(each, Start | Clients)), None)
+    at = Address(0, -1, -1) if start is None else Address(start.seed, getattr(start, "round", -1), -1)
     try:
-        return hook(*arguments)
+        with seeded_for(getattr(hook, "__self__", hook), at, -1, hook.__name__):
+            return hook(*arguments)
     except Exception as error:
         place = raised_at(hook, error)
         if place and (is_user_file(place[0]) or not says_where(error)):
             error.add_note(f"in {hook.__qualname__}, {place[0]}, line {place[1]}")
         raise
+
+
+def _containers(method: Method[Any]) -> dict[str, str]:
+    """The content of the fields of a user's method that can be changed in place, as text."""
+    values = {item.name: getattr(method, item.name) for item in fields(method)} if is_users(method) else {}
+    return {name: repr(value) for name, value in values.items() if isinstance(value, list | dict | set | np.ndarray)}
+
+
+def _broken(state: State, spec: ParamSpec) -> str:
+    """What makes outputs of the models invalid, in words; empty for finite models. Averages never do so themselves."""
+    if not state.models_KP.isfinite().all():
+        return "numbers that are not finite, though updates that are not finite are left out of averages"
+    if any("running_var" in name for name in spec.names) and spec.columns("running_var").of(state.models_KP).min() < 0:
+        return (
+            "negative variances of BatchNorm, which make outputs NaN: extrapolate only the first spec.trained columns, "
+            "and take the others from the average"
+        )
+    return ""
 
 
 def _check_state(state: Any, hook: Callable[..., Any], state_type: type[State], num_clients: int, columns: int) -> None:

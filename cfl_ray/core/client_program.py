@@ -186,6 +186,9 @@ class ClientProgram:
 # ---- checks of a user's program
 
 
+HOOKS = ("keeps", "uploads", "reports", "weigh", "begin", "step", "loss", "finish")
+
+
 def check_attributes(program: ClientProgram) -> None:
     """Raises TypeError for class attributes of another type than the engines read."""
     expected = {

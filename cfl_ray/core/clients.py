@@ -166,7 +166,11 @@ class Clients(ClientExchanges):
         """
         row_M = np.zeros(len(self), np.int64) if row_M is None else np.asarray(row_M, np.int64)
         if len(row_M) != len(self) or (len(row_M) and not 0 <= row_M.min() <= row_M.max() < len(models_KP)):
-            raise ValueError(f"send: {len(self)} clients and {len(models_KP)} models, got rows {row_M}")
+            unplaced = "; -1 is a client without a cluster" if (row_M < 0).any() else ""
+            raise ValueError(
+                f"send: {len(self)} clients and {len(models_KP)} models, got rows {row_M}; each client needs a row in "
+                f"0 .. {len(models_KP) - 1}{unplaced}"
+            )
         self.count_download(self.spec.sent(columns))
         if self.received is not None:
             used, at_M = np.unique(row_M, return_inverse=True)

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from cfl_ray.core.client_program import ClientProgram, check_attributes, first_numbers
+from cfl_ray.core.client_program import HOOKS, ClientProgram, check_attributes, first_numbers
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.work import ClientState, Given, Proximal, Rows
-from cfl_ray.plugins.calling import described, place_of
+from cfl_ray.plugins.calling import check_hooks, described, place_of
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,9 @@ class LocalTraining:
         if not isinstance(self.program, ClientProgram):
             raise TypeError(f"program must be an object of a subclass of ClientProgram, got {described(self.program)}")
         check_attributes(self.program)
+        check_hooks(self.program, ClientProgram, HOOKS)
+        if not isinstance(self.proximal, Sequence):
+            raise TypeError(f"proximal must be a list, [Proximal(mu, anchor)], got {type(self.proximal).__name__}")
         if not isinstance(self.given, Mapping):
             raise TypeError(f"given must be a dict of models and numbers by name, got {described(self.given)}")
 

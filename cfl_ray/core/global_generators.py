@@ -6,11 +6,14 @@ seed that follows from a random key, and the state of the process is as before a
 
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
+
+from cfl_ray.core.rng import word
+from cfl_ray.core.work import Address
 
 
 @contextmanager
@@ -19,6 +22,22 @@ def seeded(seed: int) -> Iterator[None]:
     with kept():
         seed_all(seed)
         yield
+
+
+def seeded_for(part: Any, at: Address, client: int, what: str) -> AbstractContextManager[object]:
+    """Context in which a user's part draws from global generators as the random key of this place and client says.
+
+    No context for parts of this package, which draw from none. what: the part does, the last part of the key.
+    """
+    if not is_users(part):
+        return nullcontext()
+    return seeded(word(at.seed, at.round, at.exchange, client, f"global generators in {what}"))
+
+
+def is_users(part: Any) -> bool:
+    """Whether an object, function or class is not of this package."""
+    module = getattr(part, "__module__", None) or type(part).__module__
+    return not module.startswith("cfl_ray.")
 
 
 @contextmanager

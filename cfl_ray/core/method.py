@@ -81,6 +81,7 @@ class Start:
     new_model: Callable[[int], Tensor]
     input_shape: tuple[int, ...] = ()  # of one sample
     output_shape: tuple[int, ...] = ()  # of the network's output for one sample
+    seed: int = 0  # of the experiment
 
     def unassigned(self) -> np.ndarray:
         """`State.assign_N` with no client in a cluster, int32 (N,)."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cfl_ray.core.params import ParamSpec
+from cfl_ray.errors import did_you_mean
 
 UNASSIGNED = -1  # cluster of a client without a cluster
 
@@ -65,7 +66,10 @@ class State:
         return assign_N
 
     def advance(self, **changes: Any) -> Self:
-        """The next state: this state with the given fields replaced."""
+        """The next state: this state with the given fields replaced. Raises TypeError for a field that it lacks."""
+        known = [item.name for item in fields(self)]
+        if unknown := next((name for name in changes if name not in known), None):
+            raise TypeError(f"{type(self).__name__} has no field {unknown!r}{did_you_mean(unknown, known)}")
         return replace(self, **changes)
 
     def forget(self, ids: np.ndarray) -> Self:

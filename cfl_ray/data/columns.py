@@ -156,18 +156,22 @@ def labels_of(parts: list[Named], column: str, dense: bool) -> tuple[list[np.nda
 
     dense: whether integers that occur are numbered anew, without gaps; the words are then the original integers.
     """
-    columns = [column_of(part, column) for part in parts]
+    columns = [_with_integers(column_of(part, column)) for part in parts]
     kinds = [values.type for values in columns]
     if all(pa.types.is_integer(kind) or pa.types.is_boolean(kind) for kind in kinds):
-        if dense:
-            return numbered([(f"{part[0]}: column {column!r}", column_of(part, column).to_numpy()) for part in parts])
-        return [integer_labels(part, column) for part in parts], ()
-    for (file, _), kind in zip(parts, kinds, strict=True):
+        found = [(f"{part[0]}: column {column!r}", y.to_numpy()) for part, y in zip(parts, columns, strict=True)]
+        return numbered(found) if dense else ([integer_labels(*each) for each in found], ())
+    for (file, _), values, kind in zip(parts, columns, kinds, strict=True):
         if not pa.types.is_integer(kind) and not is_text(kind):
-            is_real = pa.types.is_floating(kind)
+            example = ""
+            if pa.types.is_floating(kind):
+                y = values.to_numpy()
+                row = int((~_is_whole(y)).argmax())
+                example = f", e.g. {y[row]:g} in row {row} (the first is row 0); set task: regression to learn numbers"
+                example += " (csv, hf_disk), write classes as whole numbers from 0 or as words, or"
             raise DataError(
-                f"{file}: label column {column!r} must hold integers or words, it holds {kind}; "
-                f"{'set task: regression to learn numbers (csv, hf_disk), or ' * is_real}set data.columns.label"
+                f"{file}: label column {column!r} must hold integers or words, it holds {kind}{example or ';'} "
+                "set data.columns.label"
             )
     if not all(map(is_text, kinds)):
         raise DataError(
@@ -192,18 +196,17 @@ def names_of_codes(codes: tuple[str, ...], class_names: tuple[str, ...]) -> tupl
     return tuple(class_names[int(code)] for code in codes)
 
 
-def integer_labels(part: Named, column: str) -> np.ndarray:
-    """A column of integers or booleans as labels, int16 (n,). Raises DataError for labels outside 0..MAX_LABEL."""
-    y = column_of(part, column).to_numpy()
+def integer_labels(place: str, y: np.ndarray) -> np.ndarray:
+    """Integers or booleans as labels, int16 (n,). Raises DataError for labels outside 0..MAX_LABEL.
+
+    place: file and column, for messages.
+    """
     if len(y) and not 0 <= y.min() <= y.max() <= MAX_LABEL:
         rows = int((y == -1).sum())
         no_label = (
             f"leave out the rows of -1, which have no label ({rows} of {len(y)}); if it is a class, " if rows else ""
         )
-        raise DataError(
-            f"{part[0]}: labels in column {column!r} must lie in 0..{MAX_LABEL}, got {y.min()}..{y.max()}; "
-            f"{no_label}{DENSE}"
-        )
+        raise DataError(f"{place}: labels must lie in 0..{MAX_LABEL}, got {y.min()}..{y.max()}; {no_label}{DENSE}")
     return y.astype(np.int16)
 
 
@@ -237,22 +240,32 @@ def targets_of_columns(part: Named, columns: str | list[str], targets: str) -> n
 
 def ids_of(part: Named, column: str, what: str) -> np.ndarray:
     """The ids in a column, integers or strings. what: client or group."""
-    values = column_of(part, column)
+    values = _with_integers(column_of(part, column))
     kind = values.type
     if pa.types.is_integer(kind):
         return values.to_numpy()
-    if pa.types.is_floating(kind):  # pandas holds integers so if a row had none
-        numbers = values.to_numpy()
-        if (numbers == np.round(numbers)).all() and (np.abs(numbers) < 2**53).all():
-            return numbers.astype(np.int64)
-    elif pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind):
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind):
         return np.asarray([_text_of(value) for value in values.to_pylist()], np.str_)
-    elif not pa.types.is_nested(kind):
+    if not pa.types.is_nested(kind) and not pa.types.is_floating(kind):
         return np.asarray(values.cast(pa.string()).to_pylist(), np.str_)
     raise DataError(
         f"{part[0]}: {what} column {column!r} must hold integers or strings, it holds {values.type}; "
         f"set data.columns.{what}"
     )
+
+
+def _with_integers(values: pa.ChunkedArray) -> pa.ChunkedArray:
+    """A column whose floats are all whole numbers as integers, as pandas writes these if a row had none."""
+    if pa.types.is_floating(values.type):
+        numbers = values.to_numpy()
+        if _is_whole(numbers).all():
+            return pa.chunked_array([numbers.astype(np.int64)])
+    return values
+
+
+def _is_whole(numbers: np.ndarray) -> np.ndarray:
+    """Whether each of some floats is a whole number that a float tells from the next one."""
+    return (numbers == np.round(numbers)) & (np.abs(numbers) < 2**53)
 
 
 def _text_of(value: bytes) -> str:

@@ -1,10 +1,8 @@
 """Builds the federation of an experiment's `data` section. Shards are written once; runs with equal data reuse them."""
 
 import hashlib
-import inspect
 import json
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from cfl_ray.config.data import (
 )
 from cfl_ray.config.partition import PARTITION_KINDS, PluginPartitionConfig
 from cfl_ray.config.shift import SHIFT_KINDS, HybridConfig, PluginShiftConfig
-from cfl_ray.config.unused import warnings_of_division
+from cfl_ray.config.unused import USES_OF_TESTS, warnings_of_division
 from cfl_ray.core import global_generators
 from cfl_ray.data.data_set import Progress, Source
 from cfl_ray.data.decoding import DECODING
@@ -38,9 +36,10 @@ from cfl_ray.data.synthetic import ConceptFederation, SyntheticFederation
 from cfl_ray.data.validation_share import ValidationShare
 from cfl_ray.errors import DataError
 from cfl_ray.plugins.calling import reference_of
+from cfl_ray.plugins.content import content_of_files, content_of_object
 from cfl_ray.plugins.registry import Registry
 from cfl_ray.system.collection import paused_collection
-from cfl_ray.system.files import cache_folder, sha256
+from cfl_ray.system.files import cache_folder
 
 
 @dataclass(frozen=True)
@@ -322,8 +321,7 @@ def _unused_tests(data: DataConfig, loaded: Source | None) -> list[str]:
         return []
     return [
         f"x_test and y_test of source {reference_of(data.source)} have no effect: data.test.view is holdout; "
-        "data.test.pool: true divides them among the clients as well, and data.test.view: cluster, label or all "
-        "tests clients on them"
+        f"{USES_OF_TESTS}"
     ]
 
 
@@ -378,13 +376,11 @@ def _recipe(data: DataConfig, seed: int, sources: list[Source] | None, targets: 
 
 
 def _code_of(registry: Registry[Any], kind: Any) -> str:
-    """The sha256 of the file that defines a plugin; without a file, the plugin's name."""
+    """A digest of the code of a plugin that the config names, or of an object made in Python."""
     part = registry.resolve(kind)
-    try:
-        source = inspect.unwrap(part.func if isinstance(part, partial) else part)
-        return sha256(Path(inspect.getsourcefile(source) or ""))
-    except (TypeError, OSError):
-        return str(reference_of(part))
+    if not isinstance(kind, str):
+        return content_of_object(part)
+    return content_of_files(part) or str(reference_of(part))
 
 
 def _hash(recipe: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from cfl_ray.core.global_generators import seeded_for
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.rng import stream
@@ -76,7 +77,8 @@ def describe(chunk: OpenChunk[Describe]) -> Arrays:
             anchor_P = None if work.anchor is None else chunk.model(work.anchor, index)
             if anchor_P is not None:
                 anchor_P = with_client_state(anchor_P, work.client_state, chunk.stored_value(index))
-            vector = torch.as_tensor(work.function(view, anchor_P)).float().cpu().reshape(-1)
+            with seeded_for(getattr(work.function, "function", work.function), work.address, client, "describe"):
+                vector = torch.as_tensor(work.function(view, anchor_P)).float().cpu().reshape(-1)
             vector = chunk.attack.upload(client, vector, torch.zeros_like(vector), work.address)
         arrays["floats"][index] = len(vector)
         features[index] = vector if work.sketch is None else sketch(vector, work.sketch, work.address.seed)

@@ -209,8 +209,10 @@ def scalar_loss(program: ClientProgram, batch: Batch, held: Held) -> Tensor:
             f"{place_of(program)}: loss returned a constant, a number without a gradient; compute it from batch.loss, "
             "batch.outputs or batch.features without detach(), item() or argmax (a loss of zero: 0 * batch.loss)"
         )
-    if changed := [name for name, value in held.items() if own.get(name) is not value]:
-        raise RunError(f"{place_of(program)}: loss replaced held{changed}; only begin, step and finish change values")
+    if changed := [name for name in own.keys() | held.keys() if own.get(name) is not held.get(name)]:
+        raise RunError(
+            f"{place_of(program)}: loss changed held{sorted(changed)}; only begin, step and finish change values"
+        )
     return loss
 
 
@@ -229,6 +231,9 @@ def _returned(program: ClientProgram, hook: str, device: torch.device, *argument
         hint = "; set one_by_one = True if it cannot be computed under vmap" if "vmap" in text_of(error) else ""
         if hook == "step" and "must match" in text_of(error):
             hint = _shapes_hint(*arguments)
+        held = next((each for each in arguments if isinstance(each, dict)), {})
+        if isinstance(error, KeyError) and text_of(error).strip("'") not in held:
+            hint = f"; held has {', '.join(held) or 'nothing'}: `given` of LocalTraining and `keeps` name its values"
         raise RunError(f"client program {failure_of(program, error, f' in {hook}')}{hint}") from error
 
 
@@ -241,8 +246,13 @@ def _shapes_hint(gradient: Gradient, w: Tensor, held: Held, number: Any) -> str:
 
 
 def direction(program: ClientProgram, gradient: Gradient, w: Tensor, held: Held, number: Any) -> Tensor:
-    """The direction of the program's own step. Raises RunError if it has not the shape of `w`."""
+    """The direction of the program's own step. Raises RunError if it has not the shape of `w`, or changes `w`."""
+    version = w._version
     step = _returned(program, "step", w.device, gradient, w, held, number)
+    if w._version != version:
+        raise RunError(
+            f"{place_of(program)}: step changed w in place; return the direction, which is subtracted from w after it"
+        )
     if not isinstance(step, Tensor) or step.shape != w.shape:
         raise RunError(
             f"{place_of(program)}: step returned {described(step)}, expected a direction of shape {tuple(w.shape)}"

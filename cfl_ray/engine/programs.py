@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cfl_ray.core.client_program import ClientProgram, Held, as_numbers, first_numbers, lengths
+from cfl_ray.core.global_generators import seeded_for
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.work import Given, Train, Weigh
 from cfl_ray.engine.client_state import starting_row, stored_numbers, with_client_state
@@ -61,7 +62,10 @@ def begun(chunk: OpenChunk[Train], index: int, task: TrainingTask) -> TrainingTa
     if not task.program.overrides("begin"):
         return task
     held, start_P = on_cpu(task.held), task.start_P.cpu()
-    with naming_client(task.client, "beginning its program"):
+    with (
+        naming_client(task.client, "beginning its program"),
+        seeded_for(task.program, task.address, task.client, "begin"),
+    ):
         view = view_of(chunk, index, (task.x, task.y))
         row_P = call_plugin("begin", task.program.begin, view, start_P.clone(), held, where=" of a client program")
     if not isinstance(row_P, Tensor) or row_P.shape != start_P.shape:
@@ -99,7 +103,10 @@ def finished(chunk: OpenChunk[Train], index: int, task: TrainingTask, result: Tr
     held = on_cpu(task.held) | {name: value.cpu() for name, value in result.moved.items()}
     before = set(held)
     if task.program.overrides("finish"):
-        with naming_client(task.client, "finishing its program"):
+        with (
+            naming_client(task.client, "finishing its program"),
+            seeded_for(task.program, task.address, task.client, "finish"),
+        ):
             view = view_of(chunk, index, (task.x, task.y))
             received_P, row_P = chunk.model(chunk.work.start, index).clone(), result.row_P.cpu().clone()
             call_plugin("finish", task.program.finish, view, received_P, row_P, held, where=" of a client program")

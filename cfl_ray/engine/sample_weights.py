@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cfl_ray.core.global_generators import seeded_for
 from cfl_ray.core.work import Train, Weigh
 from cfl_ray.engine import programs
 from cfl_ray.engine.describing import frozen_logits
@@ -91,7 +92,10 @@ def _weighed(
     program, before = chunk.work.program, programs.held_to_weigh(chunk, index)
     held, view = programs.on_cpu(before), programs.view_of(chunk, index, samples)
     for _ in range(calls):
-        with naming_client(view.client, "weighing its samples"):
+        with (
+            naming_client(view.client, "weighing its samples"),
+            seeded_for(program, view.address, view.client, "weigh"),
+        ):
             weight_nK = call_plugin("weigh", program.weigh, view, loss_nK.clone(), held, where=" of a client program")
         if not isinstance(weight_nK, Tensor) or weight_nK.shape != loss_nK.shape:
             raise RunError(

@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from cfl_ray.core.client_program import Held, first_numbers
+from cfl_ray.core.global_generators import seeded_for
 from cfl_ray.core.sketch import sketch
 from cfl_ray.core.work import AverageDeferred, Train, UpdateFeatures, scores_name
 from cfl_ray.engine import programs, sample_weights, scoring
@@ -218,7 +219,7 @@ def _results(chunk: OpenChunk[Train], summed: set[int], together: TrainedTogethe
         task = training_task(chunk, index, before_P)
         if task is None:
             continue
-        with naming_client(task.client, "training"):
+        with naming_client(task.client, "training"), seeded_for(task.program, task.address, task.client, "steps"):
             result = chunk.train_one(task)
         result = _attacked(chunk, replace(result, index=index))
         if chunk.work.chained and _invalid_reason(chunk.network, result) is None:

@@ -10,10 +10,12 @@ from typing import TypeVar
 
 import torch
 
+from cfl_ray.core.global_generators import is_users, states
 from cfl_ray.engine.failure import ClientFailure, naming_client
 from cfl_ray.engine.task import TrainingTask
-from cfl_ray.errors import counted, first_line
+from cfl_ray.errors import RunError, counted, first_line
 from cfl_ray.nn.device_memory import PROBE, DeviceMemory
+from cfl_ray.plugins.calling import place_of
 
 Result = TypeVar("Result")
 
@@ -87,6 +89,7 @@ def in_batches(
         batch = waiting[:size]
         result: Result | None = None
         memory.measuring = len(batch) > 1 and memory.measurable and kind not in memory.needs
+        before = states() if is_users(batch[0].program) else None
         if len(batch) == 1:
             with naming_client(batch[0].client, "training"):
                 result = train_alone(memory, batch[0], lambda task: train([task]))
@@ -100,6 +103,12 @@ def in_batches(
                 continue
             if memory.measuring:
                 memory.fitted(kind, len(batch))
+        if before is not None and before != states():
+            raise RunError(
+                f"{place_of(batch[0].program)} draws from a global generator in loss or step, which {engine} calls for "
+                f"{counted(len(batch), 'client')} at once, so that a client's draws would depend on the others; set "
+                "one_by_one = True, or pass numbers in `given`"
+            )
         memory.largest = max(memory.largest, len(batch))
         del waiting[: len(batch)]
         yield batch, result

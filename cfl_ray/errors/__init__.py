@@ -75,10 +75,13 @@ def command(verb: str, *words: object) -> str:
 
 
 def did_you_mean(word: str, valid: Iterable[str]) -> str:
-    """The text ` (did you mean 'x'?)`, or the list of valid words when none is close."""
+    """The text ` (did you mean 'x'?)`, or the list of valid words when none is close.
+
+    Words of which it is a whole part, as leaf is of femnist_leaf, are closer than any other.
+    """
     word, valid = str(word), sorted(set(valid))
-    near = nearest(word, valid)
-    return f"; valid: {', '.join(valid)}" if near is None else f" (did you mean {near!r}?)"
+    near = [each for each in valid if word in each.split("_")] or [each for each in [nearest(word, valid)] if each]
+    return f" (did you mean {' or '.join(map(repr, near))}?)" if near else f"; valid: {', '.join(valid)}"
 
 
 def nearest(word: str, valid: Iterable[str], cutoff: float = 0.5) -> str | None:

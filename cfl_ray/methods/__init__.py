@@ -8,7 +8,7 @@ from typing import Any
 
 from cfl_ray.core.method import Method
 from cfl_ray.errors import ConfigError, did_you_mean
-from cfl_ray.plugins.calling import no_dataclass, parse_choice
+from cfl_ray.plugins.calling import check_hooks, described, no_dataclass, parse_choice, place_of
 from cfl_ray.plugins.registry import Registry
 
 for _module in pkgutil.iter_modules(__path__):
@@ -35,6 +35,8 @@ def resolve(entries: list[Any]) -> dict[str, Method[Any]]:
         method.label or (name if names.count(name) == 1 else full_label(method))
         for name, method in zip(names, methods, strict=True)
     ]
+    for method in methods:
+        check_hooks(method, Method, ("init", "round", "serve", "join", "drift", "leave", "diagnose"))
     for label in labels:
         if labels.count(label) > 1:
             raise ConfigError(f"methods: {label!r} is listed twice; give the second other options or a `label`")
@@ -43,12 +45,17 @@ def resolve(entries: list[Any]) -> dict[str, Method[Any]]:
 
 def _methods(entry: Any) -> list[Method[Any]]:
     if isinstance(entry, Method):
-        _require_dataclasses(type(entry))
+        _require_name(type(entry))
         return [entry]
     if entry == "all":
         return [cls() for cls in REGISTRY.values()]
     method, options = parse_choice("methods: an entry", entry)
-    cls = _require_name(method) if isinstance(method, type) else find(str(method))
+    if not isinstance(method, str | type):
+        raise ConfigError(
+            f"methods: an entry is a name, {{name: {{option: value}}}}, file.py:Class or, in Python, a subclass of "
+            f"cfl_ray.Method or an object of it, got {place_of(method) if callable(method) else described(method)}"
+        )
+    cls = _require_name(method, method.__name__) if isinstance(method, type) else find(method)
     return [construct(cls, options)]
 
 
@@ -58,14 +65,14 @@ def find(name: str) -> type[Method[Any]]:
     A name may be written as in its paper: FL+HC, FedAvg+. Raises ConfigError for an unknown method.
     """
     plain = re.sub(r"[-+ ]", "_", re.sub(r"\+$", "_plus", name.lower()))
-    cls = METHODS.find(plain if plain in REGISTRY else name)
+    return _require_name(METHODS.find(plain if plain in REGISTRY else name), name)
+
+
+def _require_name(cls: Any, called: str = "") -> type[Method[Any]]:
+    """The class itself. Raises ConfigError for a class of something else, or without a name. called: in the config."""
     if not (isinstance(cls, type) and issubclass(cls, Method)):
-        raise ConfigError(f"method {name!r} is a {type(cls).__name__}, not a subclass of cfl_ray.Method")
-    return _require_name(cls)
-
-
-def _require_name(cls: type[Method[Any]]) -> type[Method[Any]]:
-    """The class itself. Raises ConfigError if it is not registered under a name."""
+        what = place_of(cls) if isinstance(cls, type) else f"a {type(cls).__name__}"
+        raise ConfigError(f"method {called!r} is {what}, not a subclass of cfl_ray.Method")
     if "name" not in vars(cls):
         definition = f'class {cls.__name__}({cls.__bases__[0].__name__}, name="{cls.__name__.lower()}")'
         raise ConfigError(f"{cls.__name__} has no name; write `{definition}`")
@@ -85,7 +92,8 @@ def construct(cls: type[Method[Any]], options: dict[str, Any]) -> Method[Any]:
     valid = [item.name for item in dataclasses.fields(cls)]
     for name in options:
         if name not in valid:
-            raise ConfigError(f"method {cls.name} has no option {name!r}{did_you_mean(name, valid)}")
+            meant = " (did you mean 'label'?)" if name == "name" else did_you_mean(name, valid)
+            raise ConfigError(f"method {cls.name} has no option {name!r}{meant}")
     try:
         return cls(**options)
     except (ValueError, TypeError) as error:

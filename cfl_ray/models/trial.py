@@ -66,9 +66,13 @@ def _check_parameters(recipe: ModelRecipe, module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32:
             kind = str(parameter.dtype).removeprefix("torch.")
+            cure = (
+                "make it of a float32 parameter with a last axis of 2: torch.view_as_complex(parameter)"
+                if parameter.is_complex()
+                else "call .float(); runtime.precision sets what passes are computed in"
+            )
             raise ConfigError(
-                f"model {recipe.place}: the parameter {name} is {kind}, those that are trained must be float32; "
-                "runtime.precision sets what passes are computed in"
+                f"model {recipe.place}: the parameter {name} is {kind}, those that are trained must be float32; {cure}"
             )
         if parameter._post_accumulate_grad_hooks:
             raise ConfigError(

@@ -426,6 +426,25 @@ class Network:
                 f"inputs{f' of shape {tuple(features[0].shape)}' if features else ''}"
             )
 
+    def squashing(self) -> str:
+        """The softmax or sigmoid from which the outputs come, and its place, in words; empty: from neither."""
+        ends, layers = dict[str, Tensor](), dict(self.module.named_modules())
+        hooks = [
+            module.register_forward_hook(lambda module, inputs, output, name=name: ends.update({name: output}))
+            for name, module in layers.items()
+            if isinstance(module, nn.Softmax | nn.Sigmoid)
+        ]
+        self.module.eval()
+        try:
+            with torch.enable_grad():
+                outputs = self.module(self.input(self._others(2)))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        kind = {"SoftmaxBackward0": "softmax", "SigmoidBackward0": "sigmoid"}.get(type(outputs.grad_fn).__name__)
+        place = next((f"layer {name!r}" for name, output in ends.items() if output is outputs), "its forward")
+        return f"{kind} ({place})" if kind else ""
+
     @contextmanager
     def kept_features(self) -> Iterator[list[Tensor]]:
         """Context in which each forward pass adds the inputs of the last layer, (B, F), to a list."""

@@ -9,11 +9,14 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, get_origin
 
-from cfl_ray.errors import ConfigError, RunError, UserError, class_and_text, did_you_mean
+from cfl_ray.errors import ConfigError, RunError, UserError, class_and_text, did_you_mean, notes_of
 
 _PACKAGE = Path(__file__).parents[1]
 _STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 _INSTALLED = {"site-packages", "dist-packages"}  # folders of installed packages
+_OF_FILES = re.compile(  # ends of the names of files, which no function has
+    r"\.(py|np[yz]|[ct]sv|txt|parquet|feather|arrow|orc|jsonl?|h5|hdf5|mat|pth?|pkl|pickle|xlsx?|db|zip|gz|tar)$", re.I
+)
 
 
 # ---- in messages
@@ -64,6 +67,16 @@ def users_place(error: BaseException) -> str:
         if is_user_file(file) and not frame.filename.startswith("<"):
             return f"{frame.name}, {frame.filename}, line {frame.lineno}"
     return ""
+
+
+def with_place(error: BaseException, otherwise: str = "") -> str:
+    """Class, text and notes of an error, with the line of the user's code that led to it unless a note names it.
+
+    otherwise: the place if no line of the user's code led to it.
+    """
+    place, notes = users_place(error) or otherwise, notes_of(error)
+    named = place.partition(", ")[2] or place
+    return f"{class_and_text(error)}{f' ({place})' if place and named not in notes else ''}{notes}"
 
 
 def described(value: Any) -> str:
@@ -158,8 +171,13 @@ def reference_of(part: Any) -> Any:
 
 def is_made_in_python(reference: str) -> bool:
     """Whether a name in a config is that of an object made in Python, as `reference_of` records it."""
-    is_file = reference.endswith((".py", ".npz", ".csv", ".parquet"))
-    return re.fullmatch(r"([\w<>]+\.)+[\w<>]+", reference) is not None and not is_file
+    return re.fullmatch(r"([\w<>]+\.)+[\w<>]+", reference) is not None and not _OF_FILES.search(reference)
+
+
+def without_name(reference: str) -> str:
+    """What a reference to a file lacks, to follow a message; empty for other references."""
+    lacks = reference.endswith(".py")
+    return f": write {reference}:NAME, with the name of a function or class in that file" if lacks else ""
 
 
 def parse_choice(key: str, value: Any) -> tuple[Any, dict[str, Any]]:
@@ -198,8 +216,25 @@ def check_options(
     try:
         signature.bind(*arguments, **options)
     except TypeError as error:
-        called = f" is called with {', '.join(arguments)}, and" if arguments else ""
-        raise ConfigError(f"{kind} {place_of(part)}{called} has the options {dict(options)}: {error}") from None
+        called = [f"is called with {', '.join(arguments)}"] * bool(arguments)
+        given = [f"has the options {dict(options)}"] * bool(options or not arguments)
+        raise ConfigError(
+            f"{kind} {place_of(part)} {', and '.join(called + given)}: {error}; it takes {_plain(signature)}".lstrip()
+        ) from None
+
+
+def check_hooks(part: Any, base: type, hooks: Iterable[str]) -> None:
+    """Raises ConfigError if an object's own version of a method of its base class does not take the same arguments."""
+    for name in hooks:
+        hook, arguments = getattr(part, name), list(inspect.signature(getattr(base, name)).parameters)[1:]
+        if getattr(type(part), name) is not getattr(base, name):
+            check_options("", hook, {}, arguments)
+
+
+def _plain(signature: inspect.Signature) -> str:
+    """The signature without annotations."""
+    parameters = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
+    return str(signature.replace(parameters=parameters, return_annotation=signature.empty))
 
 
 def check_names(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
 from cfl_ray.errors import ConfigError, did_you_mean
-from cfl_ray.plugins.calling import is_made_in_python
+from cfl_ray.plugins.calling import is_made_in_python, without_name
 from cfl_ray.plugins.loading import entry_points_of, load_plugin
 
 Part = TypeVar("Part")
@@ -36,7 +36,8 @@ class Registry(Generic[Part]):
                     "file.py:Name, or pass the experiment from Python"
                 )
             names = [*self.builtin, *installed]
-            raise ConfigError(f"unknown {self.kind} {reference!r}{did_you_mean(reference, names)}")
+            hint = without_name(reference) or did_you_mean(reference, names)
+            raise ConfigError(f"unknown {self.kind} {reference!r}{hint}")
         return installed[reference](self.kind)
 
     def resolve(self, part: Any) -> Part:

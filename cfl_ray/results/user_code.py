@@ -1,6 +1,5 @@
 """The user's code that a run uses: its files, with those that they import from beside them, and their digests."""
 
-import ast
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -11,10 +10,9 @@ from types import FunctionType
 from typing import Any
 
 from cfl_ray.config import Experiment
-from cfl_ray.plugins.calling import file_of, is_installed, is_user_file, source_of
+from cfl_ray.plugins.calling import file_of, is_user_file, source_of
+from cfl_ray.plugins.imported import imported_beside
 from cfl_ray.system.files import sha256_once
-
-_IMPORTING = {"import_module", "__import__"}  # functions that import the module that they are given
 
 
 def code_of(experiment: Experiment) -> dict[str, str]:
@@ -28,51 +26,9 @@ def files_of(experiment: Experiment) -> list[Path]:
     Functions that were typed into a console or a notebook have no file (`typed_sources`).
     """
     named = {Path(text.rpartition(":")[0]).resolve() for text in experiment.references}
-    objects = {file for part in _objects_of(experiment) if is_user_file(file := _file_of(part))}
+    objects = {file for part in objects_of(experiment) if is_user_file(file := _file_of(part))}
     found = {file for file in named | objects if file is not None and file.is_file()}
     return sorted(found | {beside for file in found for beside in imported_beside(file)})
-
-
-def imported_beside(file: Path) -> set[Path]:
-    """The files of a file's folder, and below it, that it imports, or that such a file imports, at any place."""
-    folder, waiting, found = file.parent, [file], set[Path]()
-    while waiting:
-        for each in set(_imports_of(waiting.pop(), folder)) - found - {file}:
-            found.add(each)
-            waiting.append(each)
-    return found
-
-
-def _imports_of(file: Path, folder: Path) -> Iterator[Path]:
-    """The files below a folder that the text of a file imports."""
-    try:
-        tree = ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError):  # a run has imported it before, so this is for files of no run
-        return
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield from _files_of_module(folder, alias.name)
-        elif isinstance(node, ast.ImportFrom):
-            start = folder if node.level == 0 else file.parents[node.level - 1]
-            for name in (node.module or "", *(f"{node.module or ''}.{alias.name}".lstrip(".") for alias in node.names)):
-                yield from _files_of_module(start, name)
-        elif isinstance(node, ast.Call) and node.args and isinstance(given := node.args[0], ast.Constant):
-            function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            if function in _IMPORTING and isinstance(given.value, str):
-                yield from _files_of_module(folder, given.value)
-
-
-def _files_of_module(folder: Path, name: str) -> Iterator[Path]:
-    """The files of a module with a dotted name in a folder, those of its packages included; none elsewhere."""
-    place = folder
-    for part in name.split("."):
-        for file in (place / f"{part}.py", place / part / "__init__.py"):
-            if part.isidentifier() and file.is_file() and not is_installed(file.resolve()):
-                yield file.resolve()
-        place = place / part
-    if not name and (folder / "__init__.py").is_file():
-        yield (folder / "__init__.py").resolve()
 
 
 def typed_sources(experiment: Experiment) -> dict[str, str]:
@@ -81,7 +37,7 @@ def typed_sources(experiment: Experiment) -> dict[str, str]:
     A source is the whole cell, and the cells of functions and classes of the same module that it uses.
     """
     found: dict[str, str] = {}
-    waiting = [part for part in _objects_of(experiment) if (file := _file_of(part)) is None or not file.is_file()]
+    waiting = [part for part in objects_of(experiment) if (file := _file_of(part)) is None or not file.is_file()]
     seen: set[int] = set()
     while waiting:
         part = waiting.pop()
@@ -114,7 +70,7 @@ def edited_files(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]
     return sorted(name for name in before.keys() & now.keys() if before[name] != now[name])
 
 
-def _objects_of(experiment: Experiment) -> Iterator[Any]:
+def objects_of(experiment: Experiment) -> Iterator[Any]:
     """Yields the objects of the experiment that are no data."""
     return _objects_in([experiment.model_dump(), experiment.methods])
 

@@ -11,9 +11,9 @@ from cfl_ray.checkpoint.store import CheckpointStore
 from cfl_ray.config.runtime import BACKENDS
 from cfl_ray.core.backend import Backend
 from cfl_ray.engine.in_process import InProcessBackend
-from cfl_ray.errors import ConfigError, RunError, UserError, class_and_text, notes_of
+from cfl_ray.errors import ConfigError, RunError, UserError
 from cfl_ray.nn.precision import products_in
-from cfl_ray.plugins.calling import call_plugin, parse_choice, place_of, users_place
+from cfl_ray.plugins.calling import call_plugin, parse_choice, place_of, users_place, with_place
 from cfl_ray.results.environment import Environment, HostEnvironment, described, read_environment
 from cfl_ray.results.run_record import stored_hash
 from cfl_ray.results.trained import TrainedMethod
@@ -98,8 +98,8 @@ class InProcessSession:
         except (UserError, OSError):
             raise
         except Exception as error:
-            if place := users_place(error):
-                raise RunError(f"{class_and_text(error)} ({place}){notes_of(error)}") from error
+            if users_place(error):
+                raise RunError(with_place(error)) from error
             raise
 
     def _backend(self) -> Any:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from cfl_ray.core.diagnostics import MOST_VALUES
 from cfl_ray.core.method import Method
 from cfl_ray.core.metrics import METRICS
 from cfl_ray.core.params import ParamSpec
-from cfl_ray.core.tasks import TARGETS, Task
+from cfl_ray.core.tasks import TARGETS, Task, bce, cross_entropy, token_cross_entropy
 from cfl_ray.core.work import Address
 from cfl_ray.data.federation import DataShape, Federation
 from cfl_ray.engine import choice
@@ -31,7 +32,7 @@ from cfl_ray.models import ModelRecipe
 from cfl_ray.nn.network import Network, new_module
 from cfl_ray.population.availability import Availability, OwnAvailability
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.setup.dry_rounds import DryBackend, dry_rounds, why_synchronous
+from cfl_ray.setup.dry_rounds import FEW, DryBackend, dry_rounds, of_few, why_synchronous
 from cfl_ray.setup.first_models import start_of
 from cfl_ray.setup.scheduled_changes import population_of
 from cfl_ray.setup.setup import Setup
@@ -207,15 +208,21 @@ def check_features(setup: Setup, network: Network) -> None:
 
 
 def _work_of(setup: Setup, network: Network, label: str, method: Method[Any]) -> DryBackend:
-    """The work of a method for two clients, in rounds without training up to its last phase."""
-    backend, rounds = DryBackend(network.spec, setup.federation.shape), max(setup.experiment.rounds, 2)
-    for _ in dry_rounds(method, 2, 2, setup.local_of(label), backend, rounds=rounds, to_last_phase=True):
-        pass
-    return backend
+    """The work of a method in rounds without training up to its last phase, for two clients if they are enough."""
+
+    def play(num_clients: int) -> DryBackend:
+        backend, rounds = DryBackend(network.spec, setup.federation.shape), max(setup.experiment.rounds, 2)
+        cohort = min(num_clients, max(setup.division.cohort, 2))
+        local = setup.local_of(label)
+        for _ in dry_rounds(method, num_clients, cohort, local, backend, rounds=rounds, to_last_phase=True):
+            pass
+        return backend
+
+    return of_few(play, 2, setup.federation.num_clients)
 
 
 def warnings_of_model(setup: Setup, network: Network) -> tuple[str, ...]:
-    """A line for each method that shares nothing or keeps nothing of this model, and if its head is not its output."""
+    """A line for each method that shares nothing or keeps nothing of this model, and on its head and its outputs."""
     spec, found = network.spec, []
     for label, method in setup.methods.items():
         if text := method.model_warning(spec):
@@ -230,6 +237,11 @@ def warnings_of_model(setup: Setup, network: Network) -> tuple[str, ...]:
             )
         elif shared.count < spec.size and trained == spec.trained:
             found.append(f"{label} keeps no trained parameter private: it is FedAvg on this model ({private})")
+    if setup.task.loss in (cross_entropy, token_cross_entropy, bce) and (squashing := network.squashing()):
+        found.append(
+            f"the outputs of the model come from {squashing}, but the loss of task {setup.task.name} computes that "
+            "itself, of logits, so training is slow; leave it out, and compute probabilities from predictions"
+        )
     if network.last_layer != spec.layers[-1]:
         found.append(
             f"the head of the model is its last trained layer as registered, {spec.layers[-1]!r}, but the last "
@@ -261,9 +273,9 @@ def check_asynchronous(setup: Setup, spec: ParamSpec) -> None:
         )
     check_buffer(setup.asynchrony.buffer, setup.experiment.asynchronous.concurrency or setup.division.cohort)
     for label, method in setup.methods.items():
-        if reason := why_synchronous(
-            method, spec, setup.local_of(label), setup.federation.shape, setup.experiment.rounds
-        ):
+        local, shape, rounds = setup.local_of(label), setup.federation.shape, setup.experiment.rounds
+        trial = partial(why_synchronous, method, spec, local, shape, rounds)
+        if reason := of_few(trial, FEW, max(clients, FEW)):
             raise ConfigError(
                 f"asynchronous.buffer: {label} cannot run asynchronously: {reason}; leave out the method or the buffer"
             )

@@ -8,9 +8,9 @@ keeps.
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -34,10 +34,13 @@ from cfl_ray.core.work import Describe, Losses, Outcome, Train, Weigh, Work
 from cfl_ray.data.federation import DataShape
 from cfl_ray.engine.client_state import ClientStateStore, KeepsClientStates
 from cfl_ray.engine.local_steps import direction
+from cfl_ray.errors import UserError, counted
 from cfl_ray.plugins.calling import place_of
 from cfl_ray.privacy.noisy_sums import PrivateRun
 from cfl_ray.system.threads import one_thread
 
+FEW = 12  # clients of a trial of asynchronous rounds
+Result = TypeVar("Result")
 KEPT_WEIGHTS = "mixture weights"  # among the names of the values that a client keeps
 
 
@@ -161,9 +164,50 @@ def dry_rounds(
     """Yields the state and statistics after each round of a method without training.
 
     The whole method is called: first state, rounds, and the models that clients predict with. Raises RunError for a
-    result of the wrong type or shape. size: samples of every client. latecomers: try a client that joins after them.
-    to_last_phase: the first round of the method's last phase is the last one, unless it is round 1.
+    result of the wrong type or shape; an exception of the method has a note that it arose in a trial. size: samples of
+    every client. latecomers: try a client that joins after them. to_last_phase: the first round of the method's last
+    phase is the last one, unless it is round 1.
     """
+    played = _dry_rounds(
+        method, num_clients, cohort, local, backend, private, rounds, secure, size, latecomers, to_last_phase
+    )
+    try:
+        yield from played
+    except Exception as error:
+        _note_trial(error, f"{counted(num_clients, 'client')}, {cohort} in a round, whose results are all 1")
+        raise
+
+
+def _note_trial(error: Exception, what: str) -> None:
+    """Adds a note to an exception of a method that it arose in a trial. what: of clients with these results."""
+    if not isinstance(error, UserError):
+        error.add_note(f"in a trial before the run, without training: {what}")
+
+
+def of_few(play: Callable[[int], Result], few: int, num_clients: int) -> Result:
+    """The result of a trial with few clients; of one with all, if the method fails with few, as with more clusters."""
+    try:
+        return play(few)
+    except UserError:
+        raise
+    except Exception:
+        return play(num_clients)
+
+
+def _dry_rounds(
+    method: Method[Any],
+    num_clients: int,
+    cohort: int,
+    local: LocalSGD,
+    backend: DryBackend,
+    private: PrivateRun | None,
+    rounds: int,
+    secure: SecureAggregation | None,
+    size: int,
+    latecomers: bool,
+    to_last_phase: bool,
+) -> Iterator[tuple[State, RoundStats]]:
+    """`dry_rounds`, without the notes of errors."""
     spec, shape = backend.spec, backend.shape
     checked_method = CheckedMethod(method, spec.size)
     state = checked_method.init(
@@ -252,15 +296,24 @@ def load_of(
     shape: DataShape,
     secure: SecureAggregation | None = None,
     rounds: int = 2,
+    num_clients: int | None = None,
 ) -> Load:
     """The work of a client in a round of the method's last phase, or in round `rounds` if that comes before.
 
     clients: number of clients, all of which take part in every round, so that all have the same work. size: samples of
-    every client.
+    every client. num_clients: of the federation; None: no more.
     """
     backend = DryBackend(spec, shape, size=size)
     played = dry_rounds(
-        method, clients, clients, local, backend, rounds=max(rounds, 2), secure=secure, size=size, to_last_phase=True
+        method,
+        num_clients or clients,
+        clients,
+        local,
+        backend,
+        rounds=max(rounds, 2),
+        secure=secure,
+        size=size,
+        to_last_phase=True,
     )
     with one_thread():  # as the server
         for _, stats in played:
@@ -275,24 +328,25 @@ def load_of(
     )
 
 
-def why_synchronous(method: Method[Any], spec: ParamSpec, local: LocalSGD, shape: DataShape, rounds: int) -> str:
+def why_synchronous(
+    method: Method[Any], spec: ParamSpec, local: LocalSGD, shape: DataShape, rounds: int, num_clients: int = FEW
+) -> str:
     """Why rounds of the method cannot be asynchronous, by rounds without training; empty: they can.
 
-    rounds: of the run. Three rounds of the method's last phase are played, if it comes to that.
+    rounds: of the run. num_clients: at least 12, of which some take part. Three rounds of the method's last phase are
+    played, if it comes to that.
     """
     if not isinstance(method.aggregation_rule, Mean):
         return f"aggregation {method.aggregation} compares results of clients that start from the same model"
     if method.only_synchronous:
         return method.only_synchronous
-    count, models = 12, ChangingBackend(spec, shape)
-    checked_method, first_KP = CheckedMethod(method, spec.size), models.random(count, spec.size)
-    state = checked_method.init(
-        Start(count, spec, lambda k: first_KP[k % count] + k // count, shape.input, shape.outputs)
-    )
+    count, models = num_clients, ChangingBackend(spec, shape)
+    checked_method, first_KP = CheckedMethod(method, spec.size), models.random(FEW, spec.size)
+    state = checked_method.init(Start(count, spec, lambda k: first_KP[k % FEW] + k // FEW, shape.input, shape.outputs))
     versions, sizes = Versions(strict=True), np.ones(4, np.int64)
     left = 3
     for round in range(1, rounds + 1):
-        new = 2 + 2 * (round - 1) % (count - 2)
+        new = 2 + 2 * (round - 1) % (FEW - 2)
         ids = np.array([0, 1, new, new + 1])  # at first, two of them for the first time
         # all of them have received the version before the present version
         received = Received(versions, dict.fromkeys(range(count), round - 2), round - 1)
@@ -301,6 +355,9 @@ def why_synchronous(method: Method[Any], spec: ParamSpec, local: LocalSGD, shape
             after = checked_method.round(state, clients, Draws(0, round))
         except NotAsynchronous as error:
             return str(error)
+        except Exception as error:
+            _note_trial(error, f"{counted(count, 'client')}, {len(ids)} in a round, whose results are random")
+            raise
         versions.advance(round - 1, state, after, {round - 1})
         state, left = after, left - (not method.phases[after.phase])
         if not left:

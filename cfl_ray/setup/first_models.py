@@ -38,4 +38,4 @@ def start_of(experiment: Experiment, label: str, network: Network, num_clients: 
         row_P[:trained] += noise * torch.randn(trained, generator=torch_stream(seed, -1, -1, index, "start-noise"))
         return row_P
 
-    return Start(num_clients, network.spec, new_model, network.input_shape, network.output_shape)
+    return Start(num_clients, network.spec, new_model, network.input_shape, network.output_shape, seed)

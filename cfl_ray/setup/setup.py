@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from cfl_ray.clock.devices import Clock
+from cfl_ray.clock.devices import Clock, Load
 from cfl_ray.clock.virtual_time import Asynchrony, VirtualTime
 from cfl_ray.config import Experiment
 from cfl_ray.config.attack import AttackersConfig
@@ -33,7 +33,7 @@ from cfl_ray.population.population import count_of
 from cfl_ray.privacy.examples import ExampleAccount
 from cfl_ray.privacy.privacy_plan import PrivacyPlan
 from cfl_ray.setup.criterion import RoundChoice
-from cfl_ray.setup.dry_rounds import load_of
+from cfl_ray.setup.dry_rounds import load_of, of_few
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,12 @@ class Setup:
             return None
         local, shape, rounds = self.local_of(label), self.federation.shape, self.experiment.rounds
         size = max(round(float(np.mean(self.federation.num_samples_N))), 1)
-        load = load_of(self.methods[label], self.division.cohort, size, spec, local, shape, self.secure, rounds)
+        method, cohort, secure = self.methods[label], self.division.cohort, self.secure
+
+        def load_among(num_clients: int) -> Load:
+            return load_of(method, cohort, size, spec, local, shape, secure, rounds, num_clients)
+
+        load = of_few(load_among, cohort, self.federation.num_clients)
         return VirtualTime(self.clock, load, local, sizes_of)
 
     def network(self, device: str = "cpu") -> Network:

@@ -285,6 +285,20 @@ class TestErrors:
             data={"shift": {"kind": "hybrid", "other": source}},
         )
 
+    @pytest.mark.parametrize(
+        "source, cure",
+        [
+            ("shops.csv", r": .*; write source: csv, root: shops.csv$"),
+            ("made/SHOPS.PARQUET", r": .*; write source: csv, root: made/SHOPS.PARQUET$"),
+            ("x.npz", r": .*; write source: arrays, root: x.npz$"),
+            ("file.h5", r": .*; a function in a file of yours, my.py:load, reads others$"),
+            ("./images/", r": data.source is a kind of data \(csv, arrays, .*\), data.root its file or folder; a"),
+            ("my.py", r": write my.py:NAME, with the name of a function or class in that file$"),
+        ],
+    )
+    def test_a_file_in_the_place_of_a_kind_of_data(self, source, cure):
+        refused(f"unknown data set '{source}'{cure}", data={"source": source})
+
     @pytest.mark.parametrize("data", ["digits", 5, ["digits"]])
     def test_data_that_are_neither_a_section_nor_a_federation(self, data):
         refused("^data: expected a section of keys", data=data)
@@ -742,7 +756,7 @@ class TestMethods:
                 "fedavg.label: expected ASCII letters, digits and _ . = -, .*got '../a",
             ),
             (["missing.py:Mine"], "method 'missing.py:Mine': there is no file /"),
-            ([5], "unknown method '5'"),
+            ([5], "methods: an entry is a name, .* got int 5"),
         ],
     )
     def test_errors(self, entries, message):
@@ -847,7 +861,8 @@ data: {source: circle, test: {max_samples: 9}}
 data: {source: sine, normalize: [[0.5], [0.5]]}
     data.normalize ([[0.5], [0.5]]) has no effect: source sine generates the inputs as the model gets them
 data: {source: image_folder, root: x, test_files: y, test: {view: holdout}}
-    data.test_files (y) has no effect: data.test.view is holdout
+    data.test_files (y) has no effect: data.test.view is holdout; data.test.pool: true divides them among the clients \
+as well, and data.test.view: cluster, label or all tests clients on them
 local: {epochs: 3, steps: 9}
     local.epochs (3) has no effect: local.steps is 9
 cohort: {fraction: 0.2, clients: 3}

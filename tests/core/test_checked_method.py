@@ -117,6 +117,21 @@ def test_a_state_that_is_modified_in_place(stage, field):
         CheckedMethod(InPlace(), 68).round(state(), stage.clients(), Draws(0, 1))
 
 
+@pytest.mark.parametrize("value, change", [([], "append(1)"), ({}, "update(a=1)"), (np.zeros(2), "fill(1)")])
+def test_a_method_that_remembers_in_its_fields_is_refused(stage, value, change):
+    @dataclass(frozen=True)
+    class Remembering(type(method()), name="remembering"):
+        seen: Any = None
+
+        def round(self, state, clients, rng):
+            eval(f"self.seen.{change}", {"self": self})
+            return state
+
+    checked_method = CheckedMethod(Remembering(seen=value), 68)
+    with pytest.raises(RunError, match=r"Remembering.round .* changed seen of the method, which checkpoints miss"):
+        checked_method.round(checked_method.init(stage.start()), stage.clients(), Draws(0, 1))
+
+
 def test_right_results_pass_and_exceptions_note_the_authors_line(stage):
     checked_method = CheckedMethod(method(), 68)
     first = checked_method.init(stage.start())

@@ -104,8 +104,10 @@ class TestTraffic:
 class TestSending:
     def test_rows_that_do_not_exist_are_rejected(self):
         for rows in (np.array([0, 1, 3]), np.array([0, -1, 2]), np.array([0, 1])):
-            with pytest.raises(ValueError, match="send: 3 clients and 3 models, got rows"):
+            with pytest.raises(ValueError, match=r"send: 3 clients and 3 models, got rows .*; each .* row in 0 .. 2"):
                 clients().send(MODELS, rows)
+        with pytest.raises(ValueError, match="-1 is a client without a cluster"):
+            clients().send(MODELS, np.array([0, -1, 2]))
 
     def test_after_a_broadcast_clients_have_to_choose(self):
         cohort = clients()

@@ -1,3 +1,5 @@
+import inspect
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -5,9 +7,12 @@ from dataclasses import dataclass
 import cloudpickle
 import numpy as np
 import pytest
+from torch import nn
 
+from cfl_ray import Experiment, federation_from_arrays, simulate
 from cfl_ray.core.method import Method, option
 from cfl_ray.core.state import State
+from cfl_ray.core.updates import RoundStats
 from cfl_ray.errors import ConfigError
 from cfl_ray.methods import resolve
 from cfl_ray.methods.fedavg import FedAvg
@@ -121,6 +126,18 @@ def test_a_method_without_a_name_is_rejected_on_its_use():
 
     with pytest.raises(ConfigError, match=r'Nameless has no name; write `class Nameless\(FedAvg, name="nameless"\)`'):
         resolve([Nameless])
+    with pytest.raises(ConfigError, match="Nameless has no name; write"):
+        resolve([Nameless()])
+
+
+def test_what_is_no_method_is_named():
+    for entry, what in ((len, "len"), (5, "int 5"), (object(), "object")):
+        with pytest.raises(ConfigError, match=f"methods: an entry is a name, .*, got {what}"):
+            resolve([entry])
+    with pytest.raises(ConfigError, match="method 'dict' is dict, not a subclass of cfl_ray.Method"):
+        resolve([dict])
+    with pytest.raises(ConfigError, match=r"method fedavg has no option 'name' \(did you mean 'label'\?\)"):
+        resolve([{"fedavg": {"name": "other"}}])
 
 
 def test_a_method_or_state_with_fields_that_is_no_dataclass_is_rejected():
@@ -174,3 +191,55 @@ def test_a_method_of_an_installed_package_is_found_by_its_entry_point(monkeypatc
         resolve(["wrong"])
     with pytest.raises(ConfigError, match=r"unknown method 'their' \(did you mean 'theirs'\?\)"):
         resolve(["their"])
+
+
+def test_a_hook_with_other_arguments_is_refused_with_its_signature():
+    @dataclass(frozen=True)
+    class Short(FedAvg, name="short"):
+        def round(self, state, clients):
+            return state
+
+    line = inspect.getsourcelines(Short.round)[1]
+    with pytest.raises(ConfigError) as error:
+        resolve([Short()])
+    expected = (
+        f"Short.round ({__file__}, line {line}) is called with state, clients, rng: too many positional arguments"
+    )
+    assert str(error.value).endswith(f"{expected}; it takes (state, clients)")
+
+
+@dataclass(frozen=True)
+class Extrapolating(FedAvg, name="extrapolating"):
+    factor: float = 0.0
+
+    def round(self, state, clients, rng):
+        after = super().round(state, clients, rng)
+        return after.advance(models_KP=state.models_KP + self.factor * (after.models_KP - state.models_KP))
+
+
+@pytest.mark.parametrize(
+    "factor, note",
+    [
+        (1.0, None),
+        (float("nan"), "returned models with numbers that are not finite, though updates"),
+        (
+            500.0,
+            "returned models with negative variances of BatchNorm, .*: extrapolate only the first spec",
+        ),
+    ],
+)
+def test_a_method_that_breaks_models_is_named_once(factor, note, monkeypatch):
+    draw = np.random.default_rng(0)
+    data = federation_from_arrays(
+        0.1 * draw.normal(size=(80, 4)).astype("float32"), np.arange(80) % 2, np.arange(80) // 20
+    )
+    settings = {"rounds": 3, "local": {"lr": 1e-6}, "cohort": {"fraction": 1.0}, "tracking": {"enabled": False}}
+
+    def net(shape, classes):
+        return nn.Sequential(nn.BatchNorm1d(4, momentum=0.1), nn.Linear(4, classes))
+
+    said = []
+    monkeypatch.setattr(RoundStats, "notes", property(lambda self: said, lambda self, value: None), raising=False)
+    simulate(Experiment(data=data, model=net, methods=[Extrapolating(factor=factor)], **settings))
+    found = {text for text in said if "returned models" in text}  # a trial says the same
+    assert len(found) == bool(note) and all(re.search(f"Extrapolating.round .*{note}", text) for text in found)

@@ -158,3 +158,9 @@ def test_a_value_that_a_checkpoint_would_change_is_refused(field, value):
     state = replace(OwnState(torch.zeros(1, 8), np.zeros(5, np.int32)), **{field: value})
     with pytest.raises(RunError, match=rf"a state whose {field} is .*, which a checkpoint does not keep"):
         _check_state(state, State.advance, OwnState, 5, 8)
+
+
+def test_a_field_that_a_state_lacks_is_named():
+    state = OwnState(torch.zeros(1, 8), np.zeros(5, np.int32))
+    with pytest.raises(TypeError, match=r"OwnState has no field 'models_K' \(did you mean 'models_KP'\?\)"):
+        state.advance(models_K=torch.zeros(1, 8))

@@ -213,6 +213,14 @@ class TestCsv:
         with pytest.raises(DataError, match="tests.csv: label column 'kind' must hold integers or words, it holds d"):
             self.read(tmp_path, train_files="t.csv", test_files="tests.csv")
 
+    def test_floats_that_are_whole_numbers_are_labels(self, tmp_path):
+        """As pandas writes a column that had an empty cell."""
+        (tmp_path / "tests.csv").write_text("a,b,kind,shop\n1,2,1,x\n")
+        text = "a,b,kind,shop\n1,2,1.0,x\n1,2,0.0,x\n1,2,3.0,y\n"
+        images = self.read(tmp_path, text, train_files="t.csv", test_files="tests.csv")
+        assert images.with_test_part.train_y.tolist() == [1, 0, 3] and images.num_classes == 4
+        assert images.with_test_part.test_y.tolist() == [1]
+
     def test_more_words_than_labels(self, tmp_path):
         rows = "".join(f"1,word {number},x\n" for number in range(32769))
         with pytest.raises(DataError, match="'kind' holds 32769 different words, at most 32768 can be classes"):
@@ -234,11 +242,12 @@ class TestCsv:
         "text, columns, message",
         [
             ("a,kind,kind\n1,x,y\n", {}, "t.csv has two columns of the same name, rename one: a, kind, kind"),
-            ("a,kind,shop\n1,-1,x\n", {}, r"labels in column 'kind' must lie in 0..32767, got -1..-1"),
+            ("a,kind,shop\n1,-1,x\n", {}, r"column 'kind': labels must lie in 0..32767, got -1..-1"),
             (
                 "a,kind,shop\n1,0.5,x\n",
                 {},
-                "label column 'kind' must hold integers or words, it holds double; set task: regression",
+                r"label column 'kind' must hold integers or words, it holds double, e.g. 0.5 in row 0 \(the first is "
+                r"row 0\); set task: regression .*, write classes as whole numbers from 0 or as words, or set data.col",
             ),
             (
                 "a,kind,shop\n1,0,x\ntwo,0,x\n",

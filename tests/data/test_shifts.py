@@ -1,4 +1,5 @@
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -207,7 +208,7 @@ class TestOwnShift:
             variant.train(np.arange(5, 10))
 
     def test_a_wrong_signature_is_an_error_before_any_sample(self, toy):
-        with pytest.raises(ConfigError, match="data.shift .*<lambda> .* is called with x, y, group, draw, and has"):
+        with pytest.raises(ConfigError, match="data.shift .*<lambda> .* is called with x, y, group, draw: too many"):
             groups(toy(), kind=lambda x, y: (x, y))
 
     def test_an_edited_file_makes_new_shards(self, tmp_path):
@@ -218,6 +219,32 @@ class TestOwnShift:
             data = SOURCE_KINDS.of(shift={"kind": f"{file}:f"}, partition={"clients": 2})
             folders.add(build(data, 0, tmp_path / "shards").uri)
         assert len(folders) == 2
+
+    def test_an_edited_file_beside_it_makes_new_shards(self, tmp_path):
+        (tmp_path / "own.py").write_text("import beside\n\ndef f(x, y, group, draw):\n    return beside.f(x), y\n")
+        folders = set()
+        for top in (16, 15):
+            (tmp_path / "beside.py").write_text(f"def f(x):\n    return {top} - x.clip(0, {top})\n")
+            data = SOURCE_KINDS.of(shift={"kind": f"{tmp_path / 'own.py'}:f"}, partition={"clients": 2})
+            folders.add(build(data, 0, tmp_path / "shards").uri)
+        assert len(folders) == 2
+
+    def test_functions_of_one_name_have_shards_of_their_own(self, tmp_path):
+        """Lambdas, closures and functions with bound options, of one file."""
+
+        def times(factor):
+            return lambda x, y, group, draw: (x * factor, y)
+
+        def plus(x, y, group, draw, offset):
+            return x + np.uint8(offset), y
+
+        def largest(kind):
+            data = SOURCE_KINDS.of(shift={"kind": kind, "groups": 1}, partition={"clients": 2})
+            return build(data, 0, tmp_path / "shards").train(0)[0].max()
+
+        kinds = [lambda x, y, group, draw: (x // 4, y), lambda x, y, group, draw: (x // 2, y), times(1), times(2)]
+        kinds += [partial(plus, offset=offset) for offset in (1, 2)]
+        assert [round(float(largest(kind)) * 16) for kind in kinds] == [4, 8, 16, 32, 17, 18]
 
     def test_sizes_are_described_without_pixels(self):
         """The labels of a group are those that the function gives, here for tests by label."""

@@ -181,7 +181,7 @@ class TestLabels:
             ([datetime.date(2020, 1, 1)] * 2, "must hold integers or words, it holds date32"),
             ([datetime.datetime(2020, 1, 1)] * 2, "must hold integers or words, it holds timestamp"),
             ([decimal.Decimal("1.5")] * 2, "must hold integers or words, it holds decimal128"),
-            ([0.0, 1.0], "it holds double; set task: regression"),
+            ([0.0, 1.5], r"it holds double, e.g. 1.5 in row 1 .* set task: regression"),
             ([-1, 1], r"must lie in 0..32767, got -1..1; leave out the rows of -1, which have no label \(1 of 2\)"),
             ([{"a": 1}] * 2, "must hold integers or words, it holds struct"),
             ([None, None], "column 'kind' is empty"),

@@ -17,7 +17,7 @@ from rounds import assert_survives_an_interruption
 from torch import nn
 from torch.nn.functional import cosine_similarity, cross_entropy
 
-from cfl_ray import Experiment, simulate
+from cfl_ray import Experiment, Proximal, simulate
 from cfl_ray.config import EvaluationConfig
 from cfl_ray.core.aggregation.rules import Median
 from cfl_ray.core.clients import ClientProgram, ClientState, LocalTraining, UpdateFeatures
@@ -328,7 +328,18 @@ class TestHooks:
         [
             ("loss", lambda self, batch, held: batch.loss.detach(), "loss returned a constant"),
             ("loss", lambda self, batch, held: batch.outputs.argmax(), "loss returned a constant"),
-            ("loss", lambda self, batch, held: held.update(n=batch.loss) or batch.loss, r"loss replaced held\['n'\]"),
+            ("loss", lambda self, batch, held: held.update(n=batch.loss) or batch.loss, r"loss changed held\['n'\]"),
+            ("loss", lambda self, batch, held: held.update(q=batch.loss) or batch.loss, r"loss changed held\['q'\]"),
+            (
+                "loss",
+                lambda self, batch, held: batch.loss * held["q"],
+                "KeyError: 'q' .*; held has given, n: ",
+            ),
+            (
+                "step",
+                lambda self, gradient, w, *_: w.sub_(gradient(w, 0)),
+                "step changed w in place; return the",
+            ),
             (
                 "loss",
                 lambda self, batch, held: batch.forward("other").outputs.sum(),
@@ -346,6 +357,13 @@ class TestHooks:
         given = {"given": one.clients().send(one.model()[None]), "n": np.ones(len(SIZES))}
         with pytest.raises(RunError, match=message):
             self.train(engine, type("Own", (ClientProgram,), {hook: function})(), given=given)
+
+    def test_a_hook_with_other_arguments_is_refused_with_its_signature(self):
+        own = type("Own", (ClientProgram,), {"loss": lambda self, batch: batch.loss})()
+        with pytest.raises(ConfigError, match=r"is called with batch, held: too many .*; it takes \(batch\)$"):
+            LocalTraining(program=own)
+        with pytest.raises(TypeError, match=r"proximal must be a list, \[Proximal\(mu, anchor\)\], got Proximal"):
+            LocalTraining(proximal=Proximal(0.1, None))
 
     @pytest.mark.parametrize("engine", ENGINES)
     @pytest.mark.parametrize(

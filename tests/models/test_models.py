@@ -276,6 +276,11 @@ def test_a_lazy_layer_without_a_call_is_named():
         ("def Net(): return 5", "returns int, expected a torch.nn.Module"),
         ("def Net(): return nn.Flatten()", "has no parameter to train"),
         ("def Net(): return nn.Linear(3, 2).double()", "the parameter weight is float64, .* must be float32"),
+        (
+            "class Net(nn.Linear):\n    def __init__(self):\n        super().__init__(12, 5)\n"
+            "        self.phase = nn.Parameter(self.bias.data.cfloat())",
+            r"the parameter phase is complex64, .* must be float32; make it of .*: torch.view_as_complex\(parameter\)",
+        ),
         ("def Net(): return nn.LSTM(12, 5)", "answers with tuple, expected one tensor"),
         (
             "class Net(nn.Linear):\n    def __init__(self): super().__init__(12, 5)\n    def forward(self, x):\n"

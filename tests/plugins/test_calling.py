@@ -100,7 +100,12 @@ def test_options_are_bound_to_functions_and_make_objects():
     "part, options, message",
     [
         (halve, {"fator": 1}, r"part halve \(.*\) has no option 'fator' \(did you mean 'factor'\?\)"),
-        (lambda x: x, {}, r"<lambda> \(.*\) is called with x, draw, and has the options \{\}: too many positional"),
+        (lambda x: x, {}, r"<lambda> \(.*\) is called with x, draw: too many positional arguments; it takes \(x\)$"),
+        (
+            lambda x, draw, factor: x,
+            {},
+            r"is called with x, draw: missing a required argument: 'factor'; it takes \(x, draw, factor\)$",
+        ),
         (Scale, {"fator": 1}, r"part Scale \(.*\) has no option 'fator' \(did you mean 'factor'\?\)"),
         (
             Scale,

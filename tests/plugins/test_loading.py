@@ -122,3 +122,7 @@ def test_did_you_mean_names_one_word_or_lists_all():
     assert did_you_mean("adma", ["adam", "adamax", "adamw"]) == " (did you mean 'adam'?)"
     assert did_you_mean("fedadm", ["fedadam", "fedavg"]) == " (did you mean 'fedadam'?)"
     assert did_you_mean("zzz", ["b", "a"]) == "; valid: a, b"
+    assert (
+        did_you_mean("leaf", ["femnist_leaf", "sea", "sent140_leaf"])
+        == " (did you mean 'femnist_leaf' or 'sent140_leaf'?)"
+    )

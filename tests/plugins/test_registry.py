@@ -42,6 +42,8 @@ def test_an_object_made_in_python_is_the_part_itself(parts):
     assert parts.resolve("two") == 2 and parts.resolve(7) == 7
     with pytest.raises(ConfigError, match="thing '__main__.f.<locals>.Mine' is an object made in Python, which the"):
         parts.find("__main__.f.<locals>.Mine")  # as the record of a run names it
-    for file in ("mine.py", "mine.npz", "mine.csv"):
-        with pytest.raises(ConfigError, match=f"unknown thing '{file}'"):
+    for file in ("mine.npz", "mine.csv", "mine.h5", "mine.pt"):
+        with pytest.raises(ConfigError, match=f"unknown thing '{file}'; valid"):
             parts.find(file)
+    with pytest.raises(ConfigError, match="unknown thing 'mine.py': write mine.py:NAME, with the name of a function"):
+        parts.find("mine.py")

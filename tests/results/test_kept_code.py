@@ -17,10 +17,11 @@ from small_runs import PLANTED, merged, metrics_of, simulate_until
 from cfl_ray import Experiment, compare_runs, load_run, resume, run, simulate
 from cfl_ray.errors import ConfigError, DataError, NotReproduced
 from cfl_ray.lifecycle.driver import Watcher
+from cfl_ray.plugins.imported import imported_beside
 from cfl_ray.plugins.loading import load_plugin, sent_by_value
 from cfl_ray.results.kept_code import INDEX, kept_code, shown_difference
 from cfl_ray.results.trust import UntrustedError
-from cfl_ray.results.user_code import files_of, imported_beside, typed_sources
+from cfl_ray.results.user_code import files_of, typed_sources
 
 NET = "from torch import nn\nfrom parts import act\n\ndef make(shape, classes):\n    {lazy}return nn.Sequential("
 NET += "nn.Linear(shape[0], 16), act.ACT(), nn.Linear(16, classes))\n"

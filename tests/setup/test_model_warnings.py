@@ -1,11 +1,13 @@
 """Warnings that depend on the model: methods that share or keep nothing of it, and the order of its layers."""
 
+from functools import partial
+
 import pytest
 import torch
 from federations import uneven
 from torch import nn
 
-from cfl_ray import Experiment
+from cfl_ray import Experiment, Task
 from cfl_ray.core.classifier import Classifier
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.setup.prepare import setup_on
@@ -74,6 +76,35 @@ def test_warnings(model, method, text):
     federation = uneven([20, 30], (6,))
     setup = setup_on(Experiment(data=federation, model=model, methods=[method], rounds=1), federation)
     assert (any(text in line for line in setup.warnings)) if text else not setup.of_model
+
+
+class Squashed(nn.Module):
+    def __init__(self, shape, classes, last):
+        super().__init__()
+        self.net, self.last = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, classes)), last
+
+    def forward(self, x):
+        return self.last(self.net(x))
+
+
+@pytest.mark.parametrize(
+    ("last", "text"),
+    [
+        (nn.Softmax(1), "come from softmax (layer 'last'), but the loss of task classification computes that itself"),
+        (nn.Sigmoid(), "come from sigmoid (layer 'last')"),
+        (lambda x: x.softmax(1), "come from softmax (its forward)"),
+        (nn.LogSoftmax(1), None),  # the same loss
+        (nn.Identity(), None),
+        (nn.ReLU(), None),
+    ],
+)
+def test_probabilities_in_the_place_of_logits(last, text):
+    federation = uneven([20, 30], (6,))
+    experiment = Experiment(data=federation, model=partial(Squashed, last=last), methods=["fedavg", "ifca"], rounds=1)
+    of_model = setup_on(experiment, federation).of_model
+    assert [line for line in of_model if text and text in line] == list(of_model) and len(of_model) == bool(text)
+    own = Task(lambda outputs, targets: -outputs[torch.arange(len(targets)), targets], "class", name="own")
+    assert not setup_on(experiment.model_copy(update={"task": own}), federation).of_model
 
 
 def test_a_linear_head_is_missing_in_a_model_without_layers():

@@ -1,11 +1,15 @@
 """Own parts that cannot work are refused before a run; those that can are not, and keep their state."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from cfl_ray import Experiment, federation_from_arrays, simulate
-from cfl_ray.errors import ConfigError
+from cfl_ray import Experiment, federation_from_arrays, option, simulate
+from cfl_ray.errors import ConfigError, RunError
+from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.setup.prepare import prepare
 
 DRAW = np.random.default_rng(0)
@@ -140,3 +144,44 @@ def test_the_trial_leaves_the_state_of_a_part_alone():
     assert made.calls == 0
     simulate(experiment(PARTS["attack"](made)))
     assert made.calls == 1
+
+
+@dataclass(frozen=True)
+class ManyClusters(FedAvg, name="many_clusters"):
+    """A method that cannot work with fewer clients than clusters, nor with a client that returns zeros."""
+
+    least: int = option(15, "least number of clients in the federation", low=1)
+
+    def round(self, state, clients, rng):
+        state = super().round(state, clients, rng)
+        if len(state.assign_N) < self.least:
+            raise ValueError(f"{len(state.assign_N)} clients, {self.least} clusters")
+        return state
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"model": lambda shape, classes: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, classes))},
+        {"clock": {"kind": "constant"}, "cohort": {"clients": 3}},
+        {"clock": {"kind": "constant"}, "cohort": {"clients": 4}, "asynchronous": {"buffer": 2}},
+    ],
+)
+def test_a_method_that_needs_more_clients_than_a_trial_has_is_tried_with_all(sections):
+    owner = np.arange(120) // 6
+    data = federation_from_arrays(X, np.arange(120) % C, owner)
+    settings = {"rounds": 1, "data": data, "tracking": {"enabled": False}, "local": {"epochs": 1}} | sections
+    assert prepare(Experiment(methods=[ManyClusters()], **settings)).methods
+    with pytest.raises(ValueError, match="20 clients, 30 clusters") as error:
+        setup = prepare(Experiment(methods=[ManyClusters(least=30)], **settings))
+        setup.time_of("many_clusters", setup.network().spec, lambda ids: np.full(len(ids), 6))
+    place, trial = error.value.__notes__[-2:]
+    assert "in ManyClusters.round, " in place
+    assert trial.startswith("in a trial before the run, without training: 20 clients")
+
+
+def test_the_place_of_an_error_is_named_once(tmp_path):
+    simulated = Experiment(methods=[ManyClusters(least=9)], rounds=1, data=FEDERATIONS["classification"])
+    with pytest.raises(RunError) as error:
+        simulate(simulated)
+    assert str(error.value).count(__file__) == 1 and "in ManyClusters.round, " in str(error.value)

@@ -12,9 +12,11 @@ import ray
 from ray.exceptions import ActorUnschedulableError, RayError, RayTaskError, RuntimeEnvSetupError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cfl_ray.errors import RunError, RunStopped, command, duration
+from cfl_ray.errors import ConfigError, RunError, RunStopped, class_and_text, command, duration
+from cfl_ray.plugins.calling import place_of
 from cfl_ray.plugins.loading import sent_by_value
 from cfl_ray.results.environment import Environment
+from cfl_ray.results.user_code import objects_of
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.session_file import NAMESPACE, ServerAddress, publish_server, withdraw_server
 from cfl_ray.runtime.journal import Journal, JournalEvent
@@ -230,10 +232,26 @@ class RaySession:
 
 
 def _put(setup: Setup) -> ray.ObjectRef[Any]:
-    """The setup in the object store. If the network cannot be pickled, every process makes its frozen parameters."""
+    """The setup in the object store. If the network cannot be pickled, every process makes its frozen parameters.
+
+    Raises ConfigError for a part of the user that cannot be pickled.
+    """
     try:
         return ray.put(setup)
     except Exception:
+        _check_pickled(setup)
         if setup.template is None:
             raise
         return ray.put(replace(setup, template=None))
+
+
+def _check_pickled(setup: Setup) -> None:
+    """Raises ConfigError if a part of the experiment, or the user's own federation, cannot be pickled."""
+    for part in (*objects_of(setup.experiment), setup.federation):
+        try:
+            ray.cloudpickle.dumps(part)
+        except Exception as error:
+            raise ConfigError(
+                f"{place_of(part)} cannot be sent to Ray's processes: {class_and_text(error)}; make what it refers to "
+                "inside the function that needs it, or run in this process (cfl_ray.simulate, --in-process)"
+            ) from error

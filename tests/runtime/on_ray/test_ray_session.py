@@ -1,13 +1,16 @@
 """The session without Ray: a server that dies is ended before another one is started, a bounded number of times."""
 
 import itertools
+import threading
 import time
 from types import SimpleNamespace
 
 import pytest
+import ray
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RuntimeEnvSetupError
+from torch import nn
 
-from cfl_ray.errors import RunError, RunStopped
+from cfl_ray.errors import ConfigError, RunError, RunStopped
 from cfl_ray.runtime.journal import Journal, JournalEvent
 from cfl_ray.runtime.on_ray import ask, retry
 from cfl_ray.runtime.on_ray import ray_session as session_module
@@ -261,3 +264,19 @@ def test_a_late_answer_shows_progress_all_the_same(session, monkeypatch):
     monkeypatch.setattr(session_module, "time", server)
     session.reported, session.warn = "", pytest.fail
     assert session._answer("answer", StallRule(8, 20)) == "answer"
+
+
+def test_a_part_that_cannot_be_pickled_is_named(experiment, monkeypatch):
+    lock = threading.Lock()
+
+    def net(input_shape, num_classes):
+        with lock:
+            return nn.Sequential(nn.Flatten(), nn.Linear(input_shape[0], num_classes))
+
+    setup = prepare(experiment(methods=["fedavg"], model=net))
+    pickled = SimpleNamespace(put=ray.cloudpickle.dumps, cloudpickle=ray.cloudpickle)
+    monkeypatch.setattr(session_module, "ray", pickled)
+    with pytest.raises(
+        ConfigError, match=r"net \(.*, line \d+\) cannot be sent to Ray's processes: TypeError: cannot pi"
+    ):
+        session_module._put(setup)
