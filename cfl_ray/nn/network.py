@@ -437,7 +437,7 @@ class Network:
         self.module.eval()
         try:
             with torch.enable_grad():
-                outputs = self.module(self.input(self._others(2)))
+                outputs = self.module(self.input(samples(2, self.input_shape, self.dtype)))
         finally:
             for hook in hooks:
                 hook.remove()
