@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, get_origin
+from weakref import WeakSet
 
 from cfl_ray.errors import ConfigError, RunError, UserError, class_and_text, did_you_mean, notes_of
 
@@ -17,6 +18,7 @@ _INSTALLED = {"site-packages", "dist-packages"}  # folders of installed packages
 _OF_FILES = re.compile(  # ends of the names of files, which no function has
     r"\.(py|np[yz]|[ct]sv|txt|parquet|feather|arrow|orc|jsonl?|h5|hdf5|mat|pth?|pkl|pickle|xlsx?|db|zip|gz|tar)$", re.I
 )
+_checked_types: WeakSet[type] = WeakSet()  # whose hooks were checked, since programs are made in every exchange
 
 
 # ---- in messages
@@ -225,10 +227,13 @@ def check_options(
 
 def check_hooks(part: Any, base: type, hooks: Iterable[str]) -> None:
     """Raises ConfigError if an object's own version of a method of its base class does not take the same arguments."""
+    if type(part) in _checked_types:
+        return
     for name in hooks:
         hook, arguments = getattr(part, name), list(inspect.signature(getattr(base, name)).parameters)[1:]
         if getattr(type(part), name) is not getattr(base, name):
             check_options("", hook, {}, arguments)
+    _checked_types.add(type(part))
 
 
 def _plain(signature: inspect.Signature) -> str:
