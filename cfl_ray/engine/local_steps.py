@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from cfl_ray.core.client_program import Batch, ClientProgram, Forward, Gradient, Held
+from cfl_ray.core.global_generators import is_users
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Proximal
 from cfl_ray.engine.failure import may_be_machine
@@ -246,10 +247,12 @@ def _shapes_hint(gradient: Gradient, w: Tensor, held: Held, number: Any) -> str:
 
 
 def direction(program: ClientProgram, gradient: Gradient, w: Tensor, held: Held, number: Any) -> Tensor:
-    """The direction of the program's own step. Raises RunError if it has not the shape of `w`, or changes `w`."""
-    version = w._version
+    """The direction of a program's own step. Raises RunError if it lacks the shape of `w`, or a user's changes `w`."""
+    # compared on the CPU alone, where no value waits for a device
+    before, version = (w.clone() if is_users(program) and not w.is_cuda else None), w._version
     step = _returned(program, "step", w.device, gradient, w, held, number)
-    if w._version != version:
+    # a gradient writes statistics of BatchNorm beside `w`, which changes the version as well
+    if before is not None and w._version != version and not w.allclose(before, rtol=0, atol=0, equal_nan=True):
         raise RunError(
             f"{place_of(program)}: step changed w in place; return the direction, which is subtracted from w after it"
         )

@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 
-from cfl_ray.data import arrays
+from cfl_ray.data import torch_dataset
 from cfl_ray.errors import DataError
 from cfl_ray.system import mapped
 from cfl_ray.system.mapped import mapped_array
@@ -47,5 +47,5 @@ def test_a_full_disk_is_named_before_the_array_is_used(small_memory, monkeypatch
 
 def test_a_dataset_is_read_into_it(small_memory):
     pairs = [(np.full((4, 4), row, np.float32), row % 2) for row in range(9)]
-    x, y = arrays._arrays(pairs, "dataset", "class")
+    x, y = torch_dataset._arrays(pairs, "dataset", "class")
     assert x.dtype == np.float32 and x[:, 0, 0].tolist() == list(range(9)) and y.tolist() == [0, 1] * 4 + [0]
