@@ -15,7 +15,7 @@ from cfl_ray.errors.redaction import redact
 class _Output:
     """Standard output as it is at the moment, without which a run or a study goes on if it cannot be written."""
 
-    is_spare = False
+    may_be_lost = False
 
     @property
     def _file(self) -> TextIO:
@@ -43,7 +43,7 @@ class _Output:
         try:
             write()
         except OSError as error:  # a full disk, a pipe whose reader has ended, a terminal that was closed
-            if not self.is_spare:
+            if not self.may_be_lost:
                 raise
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())  # also for what is in the buffer, and for what Python writes at its end
@@ -61,7 +61,7 @@ out, err = Console(file=_output, highlight=False), Console(stderr=True, highligh
 
 def go_on_without_output() -> None:
     """From now on, standard output that cannot be written ends no command: what it shows is on the disk."""
-    _output.is_spare = True
+    _output.may_be_lost = True
 
 
 def say(text: str, console: Console = out) -> None:

@@ -52,7 +52,7 @@ _KINDS_OF_FILES = {".csv": "csv", ".tsv": "csv", ".parquet": "csv", ".npz": "arr
 
 
 def _instead_of_file(value: str, part: str) -> str:
-    """What to write instead of the name of a file or folder, to follow a message; empty for any other name."""
+    """Advice that ends the message about the name of a file or folder; empty for any other name."""
     suffix = Path(value).suffix.lower()
     if part != "data set" or suffix == ".py" or not (suffix or "/" in value):
         return without_name(value)

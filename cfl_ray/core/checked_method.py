@@ -38,7 +38,7 @@ class CheckedMethod:
     def round(self, state: State, clients: Clients, rng: Draws) -> State:
         after = self._checked(self.method.round, state, self._keeping(clients), rng)
         spec, hook = clients.spec, self.method.round
-        if is_users(self.method) and (what := _broken(after, spec)) and not _broken(state, spec):
+        if is_users(self.method) and (what := _why_invalid(after, spec)) and not _why_invalid(state, spec):
             clients.stats.notes.append(f"{place_of(hook)} returned models with {what}")
         return after
 
@@ -77,9 +77,9 @@ class CheckedMethod:
         else:
             num_clients, phase = before.num_clients, None
         content = before.fingerprint() if isinstance(before, State) else {}
-        options = _containers(self.method)
+        options = _mutable_fields(self.method)
         after: State = _noting(hook, before, *arguments)
-        if changed := [name for name, text in _containers(self.method).items() if options[name] != text]:
+        if changed := [name for name, text in _mutable_fields(self.method).items() if options[name] != text]:
             raise RunError(
                 f"{place_of(hook)} changed {', '.join(changed)} of the method, which checkpoints miss; what changes "
                 "during a run is a field of the state, a subclass of State"
@@ -111,14 +111,14 @@ def _noting(hook: Any, *arguments: Any) -> Any:
         raise
 
 
-def _containers(method: Method[Any]) -> dict[str, str]:
-    """The content of the fields of a user's method that can be changed in place, as text."""
+def _mutable_fields(method: Method[Any]) -> dict[str, str]:
+    """Fields of a user's method that can be changed in place: name -> content as text."""
     values = {item.name: getattr(method, item.name) for item in fields(method)} if is_users(method) else {}
     return {name: repr(value) for name, value in values.items() if isinstance(value, list | dict | set | np.ndarray)}
 
 
-def _broken(state: State, spec: ParamSpec) -> str:
-    """What makes outputs of the models invalid, in words; empty for finite models. Averages never do so themselves."""
+def _why_invalid(state: State, spec: ParamSpec) -> str:
+    """Why models give invalid outputs; empty if they do not. Averages alone never make such models."""
     if not state.models_KP.isfinite().all():
         return "numbers that are not finite, though updates that are not finite are left out of averages"
     if any("running_var" in name for name in spec.names) and spec.columns("running_var").of(state.models_KP).min() < 0:

@@ -25,7 +25,7 @@ _LARGER_BATCH = 20  # a third one, for modules that split large batches
 
 @dataclass(frozen=True)
 class TrialPasses:
-    """What passes in training mode show of a module; equal for modules that differ by their weights alone."""
+    """Properties of a module seen in passes in training mode; equal for modules that differ by their weights alone."""
 
     output_shape: tuple[int, ...]  # of one sample
     last_layer: str  # name of the layer with trained parameters that is called last

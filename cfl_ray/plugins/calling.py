@@ -177,7 +177,7 @@ def is_made_in_python(reference: str) -> bool:
 
 
 def without_name(reference: str) -> str:
-    """What a reference to a file lacks, to follow a message; empty for other references."""
+    """Advice that ends the message about a Python file without `:NAME`; empty for other references."""
     lacks = reference.endswith(".py")
     return f": write {reference}:NAME, with the name of a function or class in that file" if lacks else ""
 

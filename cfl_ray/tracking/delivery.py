@@ -335,7 +335,7 @@ class LiveDelivery:
 
 
 def computed() -> tuple[int, int]:
-    """What this process has imported and computed so far, in numbers that grow.
+    """The number of imported modules, and of half seconds of CPU time, of this process: both only grow.
 
     It is progress of a tracker that has not answered: the import of its package, also for another log of this process,
     and what a library computes itself, such as the tables of a new SQLite store; both take long on a busy machine.
