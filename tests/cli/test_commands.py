@@ -229,7 +229,7 @@ def test_a_run_goes_on_without_an_output_that_cannot_be_written(reason, capsys, 
             return os.fdopen(write, "w")
         return open("/dev/full", "w")
 
-    monkeypatch.setattr(console._output, "is_spare", False)
+    monkeypatch.setattr(console._output, "may_be_lost", False)
     with lost() as output:
         monkeypatch.setattr(sys, "stdout", output)
         assert status_of("run", "--in-process", "--run-dir", "here", *QUICK) == 0
@@ -237,7 +237,7 @@ def test_a_run_goes_on_without_an_output_that_cannot_be_written(reason, capsys, 
     assert message.count("note:") == 1 and f"standard output cannot be written ({reason})" in message
     assert Path("here/end.json").exists()
 
-    monkeypatch.setattr(console._output, "is_spare", False)
+    monkeypatch.setattr(console._output, "may_be_lost", False)
     output = lost()
     monkeypatch.setattr(sys, "stdout", output)
     monkeypatch.setattr(console.out, "quiet", False)  # Rich sets it when a pipe is closed
