@@ -117,20 +117,32 @@ def test_the_sizes_are_those_of_the_papers():
 DIGITS = ("autocfl/table1", "fedac/num_clusters", "fedclust/table1", "stocfl/figure8")  # those of the normal suite
 
 
+@pytest.fixture(scope="module")
+def methods_run():
+    """The methods of the stand-ins that were run so far, with their options and local training."""
+    return set()
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in DIGITS else pytest.mark.slow) for name in NAMES]
 )
-def test_study_runs_on_the_digits(name, tmp_path):
-    """Every method of the first setting, with its options; in `slow`, of all settings whose methods differ."""
-    seen = set()
+def test_study_runs_on_the_digits(name, tmp_path, methods_run):
+    """Every method of the first setting, with its options; in `slow`, of all settings whose methods differ.
+
+    After its first run, a study's methods that another study has run in the same way are not run again.
+    """
+    is_first = True
     for run in runs_of(name):
-        key = (run.method, str(run.experiment.methods), run.experiment.local.model_dump_json())
-        if key in seen or (name in DIGITS and run.setting != runs_of(name)[0].setting):
+        if name in DIGITS and run.setting != runs_of(name)[0].setting:
             continue
-        seen.add(key)
-        (result,) = simulate(on_digits(run, tmp_path)).methods.values()
-        assert len(result.records) == 2 and 0 <= result.final["accuracy"] <= 1
-    assert seen
+        experiment = on_digits(run, tmp_path)
+        key = str(experiment.to_dict()["methods"]), experiment.local.model_dump_json()
+        if is_first or key not in methods_run:
+            (result,) = simulate(experiment).methods.values()
+            assert len(result.records) == 2 and 0 <= result.final["accuracy"] <= 1
+        methods_run.add(key)
+        is_first = False
+    assert not is_first
 
 
 def on_digits(run: StudyRun, output: Path) -> config.Experiment:
@@ -159,7 +171,7 @@ def on_digits(run: StudyRun, output: Path) -> config.Experiment:
         "local": {"epochs": 1, "steps": None, "batch_size": 20},
         "cohort": {"fraction": 1.0},
         "schedule": [{"round": 2, "join": ["12-15"]}] if values["schedule"] else [],
-        "evaluation": {"every": 1, "tuned_epochs": min(values["evaluation"]["tuned_epochs"], 1)},
+        "evaluation": {"every": 1, "tuned_epochs": min(values["evaluation"]["tuned_epochs"], 1), "verify": False},
         "tracking": {"enabled": False},
         "runtime": {"engine": "manual"},
         "output": str(output),

@@ -23,18 +23,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from jobs.chaos.processes import QUICK_HEALTH_CHECKS
 from jobs.chaos.same_outcome import IDENTICAL, chaos_experiment, concluded, differences, rounds_done, saved, undisturbed
 from jobs.chaos.virtual_network import Machine, Network, missing
 
 _WAIT_SECONDS = 240  # for a round
 _RAY = Path(sys.executable).with_name("ray")
-# A machine is declared dead after three checks that fail, 0.5 s each and 0.5 s apart; by default five, 10 and 3 s.
-QUICK_HEALTH_CHECKS = {
-    "RAY_health_check_initial_delay_ms": "0",
-    "RAY_health_check_period_ms": "500",
-    "RAY_health_check_timeout_ms": "500",
-    "RAY_health_check_failure_threshold": "3",
-}
+_QUICK = {f"RAY_{name}": str(value) for name, value in QUICK_HEALTH_CHECKS.items()}
 _LATENCY_SECONDS, _BYTES_PER_SECOND = 0.05, 10e6 / 8
 _PARTITION_SECONDS = 20.0
 _PULSE_SECONDS, _STOPPED_SHARE = 0.5, 0.8
@@ -51,7 +46,7 @@ class NetworkRun:
         self.at_end = ExitStack()
         self.environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         self.environment |= {"RAY_AUTH_MODE": "token", "OMP_NUM_THREADS": "1"}
-        self.on_head = self.environment | (QUICK_HEALTH_CHECKS if quick else {})
+        self.on_head = self.environment | (_QUICK if quick else {})
         self.file = file
 
     def start(self) -> None:

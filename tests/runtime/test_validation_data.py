@@ -63,8 +63,9 @@ def test_validation_samples_reach_no_model_signature_or_choice():
 
 @pytest.mark.slow
 def test_validation_samples_reach_no_method_and_no_engine():
-    assert_no_leak(list(REGISTRY), "sequential", rounds=3)
-    assert_no_leak(["ifca", "ditto"], "vectorised")
+    assert_no_leak(list(REGISTRY), "manual", rounds=3)
+    for engine in ("sequential", "vectorised"):
+        assert_no_leak(["ifca", "ditto"], engine)
     assert_no_leak(["fedavg", "ifca"], "span", inputs=64, batch_size=None, epochs=2)
 
 

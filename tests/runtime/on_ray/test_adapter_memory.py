@@ -14,12 +14,12 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "adapters.py"
 
 def experiment(**options):
     return {
-        "methods": [{"ifca": {"num_clusters": 4}}, "ditto"],
+        "methods": [{"ifca": {"num_clusters": 2}}, "ditto"],
         "rounds": 2,
-        "data": {"source": f"{EXAMPLE}:sentences", "options": {"clients": 50, "samples": 6}},
+        "data": {"source": f"{EXAMPLE}:sentences", "options": {"clients": 16, "samples": 6}},
         "model": {"name": f"{EXAMPLE}:AdaptedTransformer", "options": options},
         "local": {"epochs": 1, "batch_size": 4},
-        "cohort": {"fraction": 0.2},
+        "cohort": {"fraction": 0.25},
         "evaluation": {"every": 2, "clients": 4, "local": False},
         "runtime": {"engine": "sequential", "hosts": 2, "checkpoint_every": 1},
     }

@@ -13,6 +13,7 @@ from cfl_ray import simulate
 
 pytestmark = pytest.mark.slow
 
+ROOT = Path(__file__).parents[3]
 CLUSTER = """
 import json, os, signal, sys, time
 from pathlib import Path
@@ -21,15 +22,10 @@ from ray.cluster_utils import Cluster  # real processes: a head, and raylets wit
 from cfl_ray import Experiment, config, run
 from cfl_ray.lifecycle.driver import Watcher
 from cfl_ray.plugins.loading import load_plugin
+from jobs.chaos.processes import QUICK_HEALTH_CHECKS
 
 result, *given = json.loads(sys.argv[1])
-soon = {
-    "health_check_initial_delay_ms": 0,
-    "health_check_period_ms": 500,
-    "health_check_timeout_ms": 500,
-    "health_check_failure_threshold": 3,
-}
-head = {"num_cpus": 1, "include_dashboard": False, "_system_config": soon}
+head = {"num_cpus": 1, "include_dashboard": False, "_system_config": QUICK_HEALTH_CHECKS}
 cluster = Cluster(initialize_head=True, connect=True, head_node_args=head)
 added = []
 
@@ -116,7 +112,7 @@ def driven(tmp_path):
     def drive(driver, *given):
         result = tmp_path / "found.json"
         command = [sys.executable, "-c", CLUSTER + driver + END, json.dumps([str(result), *given])]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
         assert done.returncode == 0, done.stdout + done.stderr
         found = json.loads(result.read_text())
         return found | {"figures": [(number, metrics) for number, metrics in found["figures"]]}
