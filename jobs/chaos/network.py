@@ -45,7 +45,8 @@ class NetworkRun:
         self.head, *self.workers = [network.add(name) for name in ("head", "one", "two")]
         self.at_end = ExitStack()
         self.environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        self.environment |= {"RAY_AUTH_MODE": "token", "OMP_NUM_THREADS": "1"}
+        # Ray's folder is in that of temporary files: each machine has a /tmp/ray of its own, and nothing else
+        self.environment |= {"RAY_AUTH_MODE": "token", "OMP_NUM_THREADS": "1", "TMPDIR": "/tmp"}
         self.on_head = self.environment | (_QUICK if quick else {})
         self.file = file
 
