@@ -9,6 +9,7 @@ repeated:
     models              are searched for by run and name first; a model that is not ready is sent again
 """
 
+import getpass
 import hashlib
 import json
 import logging
@@ -19,7 +20,7 @@ import socket
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from importlib.metadata import version
 from itertools import accumulate
 from pathlib import Path
@@ -447,7 +448,7 @@ def _found_or_created(
     same_uid = f"tags.`{UID_TAG}` = '{info.uid}'"
     if may_exist and (known := client.search_runs([experiment_id], same_uid, max_results=1)):
         return known[0], False
-    tags = {UID_TAG: info.uid, **_SOURCE_TAGS, **info.tags}
+    tags = {UID_TAG: info.uid, **_SOURCE_TAGS, "mlflow.user": _user(), **info.tags}
     if info.method:
         tags["method"] = info.method
     if parent_id:
@@ -459,6 +460,13 @@ def _found_or_created(
             if other.info.run_id != run.info.run_id:
                 client.delete_run(other.info.run_id)
     return run, True
+
+
+def _user() -> str:
+    """Who made a run, as MLflow's own functions name them: the account on the server, else that of this machine."""
+    with suppress(ImportError, KeyError, OSError):  # an account without a name, as in a container
+        return os.environ.get("MLFLOW_TRACKING_USERNAME") or getpass.getuser()
+    return "unknown"
 
 
 def _log_dataset(client: "MlflowClient", run_id: str, info: RunInfo) -> None:

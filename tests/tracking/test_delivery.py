@@ -1,5 +1,6 @@
 """Delivery to an SQLite store: everything arrives once, also if a process dies before it has saved the cursor."""
 
+import getpass
 import json
 import os
 import re
@@ -65,6 +66,22 @@ def deliver(tmp_path, info, record):
     return record_and_deliver
 
 
+@pytest.mark.parametrize(
+    "account, machine, user", [("alice", "bob", "alice"), ("", "bob", "bob"), ("", OSError("no name"), "unknown")]
+)
+def test_a_run_names_its_user(monkeypatch, account, machine, user):
+    """As MLflow's own client does: the account on the server, else that of the machine, which may have no name."""
+
+    def getuser():
+        if isinstance(machine, OSError):
+            raise machine
+        return machine
+
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", account)
+    monkeypatch.setattr(getpass, "getuser", getuser)
+    assert adapter._user() == user
+
+
 def test_a_comparison_is_a_parent_with_nested_runs(sqlite, tmp_path, runs, record, expected):
     parent = RunLog(tmp_path, {"mlflow": Mlflow(sqlite, "comparison")}, finish_seconds=120)
     parent.start(RunInfo("comparison"))
@@ -88,7 +105,7 @@ def test_a_comparison_is_a_parent_with_nested_runs(sqlite, tmp_path, runs, recor
     assert (ifca.data.tags["method"], ifca.data.tags["seed"], ifca.data.params) == ("ifca", "7", params)
     (dataset,) = (one.dataset for one in ifca.inputs.dataset_inputs)
     assert dataset.name == "digits" and len(dataset.digest) == 12 and "data.source" in dataset.profile
-    assert ifca.data.tags["mlflow.source.name"] == "cfl-ray"
+    assert ifca.data.tags["mlflow.source.name"] == "cfl-ray" and ifca.data.tags["mlflow.user"] == getpass.getuser()
     table = ["| method | accuracy | ari |", "| --- | --- | --- |", "| fedavg | 0.5 |  |", "| ifca | 0.75 | 1 |"]
     run_id, note = by_name["comparison"].info.run_id, by_name["comparison"].data.tags["mlflow.note.content"]
     image = f"![accuracy by round](get-artifact?path=accuracy_by_round.png&run_uuid={run_id})"
