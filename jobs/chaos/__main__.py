@@ -34,7 +34,7 @@ from cfl_ray.methods import REGISTRY
 from jobs.chaos.hang import LIMIT, UNDISTURBED, let_hang
 from jobs.chaos.hang import TARGETS as HANG_TARGETS
 from jobs.chaos.processes import Run
-from jobs.chaos.same_outcome import IDENTICAL, chaos_experiment, concluded, differences, saved, undisturbed
+from jobs.chaos.same_outcome import EPOCHS, IDENTICAL, chaos_experiment, concluded, differences, saved, undisturbed
 
 METHODS = ["ditto", "fedclust", "stocfl", "ifca_cam"]  # client state, one-shot clustering, merging, additive models
 TARGETS = ["host", "server", "node", "driver"]
@@ -93,6 +93,9 @@ def main() -> int:
         metavar="SCENARIO",
         help="disturb a network of three machines (namespaces of this one; needs root) instead of killing processes",
     )
+    parser.add_argument(
+        "--epochs", type=int, default=EPOCHS, help="of local training, with ten methods at most (default: %(default)s)"
+    )
     parser.add_argument("--hang", type=int, metavar="N", help="let so many processes stop answering instead")
     parser.add_argument("--limit", type=float, default=LIMIT, help="with --hang: runtime.stall_limit (default: 25 s)")
     options = parser.parse_args()
@@ -105,7 +108,7 @@ def main() -> int:
     if options.network is not None:
         from jobs.chaos.network import disturb_network
 
-        return disturb_network(options.network, options.methods, options.rounds, options.keep)
+        return disturb_network(options.network, options.methods, options.rounds, options.epochs, options.keep)
     total = len(options.methods) * options.rounds
     if options.hang is None and not 0 <= options.kills < total:
         parser.error(f"--kills must be below {total}, the rounds of all methods, got {options.kills}")
@@ -118,7 +121,7 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     if options.hang is not None:
         return let_hang(options, folder)
-    file, experiment = saved(chaos_experiment(options.methods, options.rounds, folder))
+    file, experiment = saved(chaos_experiment(options.methods, options.rounds, folder, options.epochs))
     results = undisturbed(experiment, folder / "undisturbed")
     seconds = statistics.median(
         record.metrics["round_seconds"] for method in results.methods.values() for record in method.records

@@ -226,7 +226,7 @@ def _notes(log: Path) -> list[str]:
     return [line.strip() for line in log.read_text().splitlines() if any(word in line for word in words)]
 
 
-def disturb_network(names: Sequence[str], methods: Sequence[str], rounds: int, keep: Path | None) -> int:
+def disturb_network(names: Sequence[str], methods: Sequence[str], rounds: int, epochs: int, keep: Path | None) -> int:
     """Runs these scenarios (none: all) and prints a table. Returns the exit status."""
     console = Console(highlight=False, soft_wrap=False)
     if unknown := [name for name in names if name not in SCENARIOS]:
@@ -241,7 +241,7 @@ def disturb_network(names: Sequence[str], methods: Sequence[str], rounds: int, k
     for number, name in enumerate(names or SCENARIOS):
         scenario, own = SCENARIOS[name], folder / name
         own.mkdir(parents=True)
-        file, experiment = saved(chaos_experiment(methods, rounds, own, hosts=2, wait_for_hosts=300))
+        file, experiment = saved(chaos_experiment(methods, rounds, own, epochs, hosts=2, wait_for_hosts=300))
         if not number:  # the same for all scenarios
             undisturbed(experiment, folder / "undisturbed")
         found = disturbed(scenario, file, own / "disturbed")

@@ -20,13 +20,17 @@ if TYPE_CHECKING:  # importing mlflow takes a second or two
     import mlflow
     from mlflow import MlflowClient
 
+EPOCHS = 20  # of local training
 IDENTICAL = "identical: metrics, reassignments, models, client states; every round once in metrics.jsonl and in MLflow"
 
 
-def chaos_experiment(methods: Sequence[str], rounds: int, output: Path, **runtime: int) -> Experiment:
+def chaos_experiment(
+    methods: Sequence[str], rounds: int, output: Path, epochs: int = EPOCHS, **runtime: int
+) -> Experiment:
     """Rotated digits with clients that join, leave, are unavailable, and whose data change.
 
-    A round takes about a second; less for more than ten methods, some of which need all clients in every round.
+    With 20 local epochs, a round takes seconds; less for more than ten methods, which train for one epoch, and some of
+    which need all clients in every round.
 
     runtime: further keys of the section.
     """
@@ -38,7 +42,7 @@ def chaos_experiment(methods: Sequence[str], rounds: int, output: Path, **runtim
         methods=[{name: options.get(name, {})} for name in methods],
         data={"shift": {"kind": "rotated"}, "partition": {"clients": 24}, "shards": str(output / "shards")},
         model={"options": {"hidden": 200}},
-        local={"epochs": 1 if many else 20, "batch_size": 16 if many else 8, "momentum": 0.5},
+        local={"epochs": 1 if many else epochs, "batch_size": 16 if many else 8, "momentum": 0.5},
         cohort={"fraction": 1.0} if many else {"fraction": 0.5, "availability": 0.9, "dropout": 0.05},
         schedule=[
             {"round": 3, "join": [22, 23]},

@@ -11,7 +11,7 @@ from jobs.chaos.churn import churn_schedule
 
 @pytest.mark.slow
 def test_a_run_with_kills_has_the_same_outcome(tmp_path):
-    options = ["--kills", "2", "--rounds", "3", "--targets", "host", "server"]
+    options = ["--kills", "2", "--rounds", "3", "--epochs", "8", "--targets", "host", "server"]
     check_same_outcome(tmp_path, options, "2 kills")
 
 

@@ -36,7 +36,8 @@ needs_network = pytest.mark.skipif(missing() is not None, reason=f"no network of
 @pytest.mark.slow
 def test_a_run_over_a_network_with_faults_has_the_same_outcome(tmp_path):
     printed = "node-vanishes-quick: equal after", "disk-full: equal after"
-    check_same_outcome(tmp_path, ["--rounds", "4", "--network", "node-vanishes-quick", "disk-full"], *printed)
+    options = ["--rounds", "4", "--epochs", "8", "--network", "node-vanishes-quick", "disk-full"]
+    check_same_outcome(tmp_path, options, *printed)
 
 
 def test_a_link_paces_delays_and_drops():
