@@ -448,7 +448,7 @@ def _found_or_created(
     same_uid = f"tags.`{UID_TAG}` = '{info.uid}'"
     if may_exist and (known := client.search_runs([experiment_id], same_uid, max_results=1)):
         return known[0], False
-    tags = {UID_TAG: info.uid, **_SOURCE_TAGS, "mlflow.user": _user(), **info.tags}
+    tags = {UID_TAG: info.uid, **_SOURCE_TAGS, "mlflow.user": _user_name(), **info.tags}
     if info.method:
         tags["method"] = info.method
     if parent_id:
@@ -462,9 +462,12 @@ def _found_or_created(
     return run, True
 
 
-def _user() -> str:
-    """Who made a run, as MLflow's own functions name them: the account on the server, else that of this machine."""
-    with suppress(ImportError, KeyError, OSError):  # an account without a name, as in a container
+def _user_name() -> str:
+    """The name of the user for the tag of a run: MLFLOW_TRACKING_USERNAME, else the login name; "unknown" without both.
+
+    `MlflowClient.create_run` sets no such tag, which `mlflow.start_run` does.
+    """
+    with suppress(ImportError, KeyError, OSError):  # a user id without a login name, as in a container
         return os.environ.get("MLFLOW_TRACKING_USERNAME") or getpass.getuser()
     return "unknown"
 

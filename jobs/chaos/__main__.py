@@ -34,7 +34,7 @@ from cfl_ray.methods import REGISTRY
 from jobs.chaos.hang import LIMIT, UNDISTURBED, let_hang
 from jobs.chaos.hang import TARGETS as HANG_TARGETS
 from jobs.chaos.processes import Run
-from jobs.chaos.same_outcome import EPOCHS, IDENTICAL, chaos_experiment, concluded, differences, saved, undisturbed
+from jobs.chaos.same_outcome import IDENTICAL, chaos_experiment, concluded, differences, saved, undisturbed
 
 METHODS = ["ditto", "fedclust", "stocfl", "ifca_cam"]  # client state, one-shot clustering, merging, additive models
 TARGETS = ["host", "server", "node", "driver"]
@@ -94,7 +94,7 @@ def main() -> int:
         help="disturb a network of three machines (namespaces of this one; needs root) instead of killing processes",
     )
     parser.add_argument(
-        "--epochs", type=int, default=EPOCHS, help="of local training, with ten methods at most (default: %(default)s)"
+        "--epochs", type=int, help="without --hang: of local training (default: 20; 1 for many methods)"
     )
     parser.add_argument("--hang", type=int, metavar="N", help="let so many processes stop answering instead")
     parser.add_argument("--limit", type=float, default=LIMIT, help="with --hang: runtime.stall_limit (default: 25 s)")

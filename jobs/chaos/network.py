@@ -226,7 +226,9 @@ def _notes(log: Path) -> list[str]:
     return [line.strip() for line in log.read_text().splitlines() if any(word in line for word in words)]
 
 
-def disturb_network(names: Sequence[str], methods: Sequence[str], rounds: int, epochs: int, keep: Path | None) -> int:
+def disturb_network(
+    names: Sequence[str], methods: Sequence[str], rounds: int, epochs: int | None, keep: Path | None
+) -> int:
     """Runs these scenarios (none: all) and prints a table. Returns the exit status."""
     console = Console(highlight=False, soft_wrap=False)
     if unknown := [name for name in names if name not in SCENARIOS]:

@@ -20,29 +20,30 @@ if TYPE_CHECKING:  # importing mlflow takes a second or two
     import mlflow
     from mlflow import MlflowClient
 
-EPOCHS = 20  # of local training
 IDENTICAL = "identical: metrics, reassignments, models, client states; every round once in metrics.jsonl and in MLflow"
 
 
 def chaos_experiment(
-    methods: Sequence[str], rounds: int, output: Path, epochs: int = EPOCHS, **runtime: int
+    methods: Sequence[str], rounds: int, output: Path, epochs: int | None = None, **runtime: int
 ) -> Experiment:
     """Rotated digits with clients that join, leave, are unavailable, and whose data change.
 
-    With 20 local epochs, a round takes seconds; less for more than ten methods, which train for one epoch, and some of
-    which need all clients in every round.
+    All clients take part in each round of more than ten methods, some of which need them.
 
-    runtime: further keys of the section.
+    epochs: of local training; None: 20, with which a round takes seconds, and 1 for more than ten methods. runtime:
+    further keys of the section.
     """
     options = {"ifca_cam": {"warmup_rounds": 2}, "stocfl": {"tau": 0.5}, "feddrift": {"step_rounds": 2}}
     many = len(methods) > 10
+    if epochs is None:
+        epochs = 1 if many else 20
     return Experiment(
         name="chaos",
         rounds=rounds,
         methods=[{name: options.get(name, {})} for name in methods],
         data={"shift": {"kind": "rotated"}, "partition": {"clients": 24}, "shards": str(output / "shards")},
         model={"options": {"hidden": 200}},
-        local={"epochs": 1 if many else epochs, "batch_size": 16 if many else 8, "momentum": 0.5},
+        local={"epochs": epochs, "batch_size": 16 if many else 8, "momentum": 0.5},
         cohort={"fraction": 1.0} if many else {"fraction": 0.5, "availability": 0.9, "dropout": 0.05},
         schedule=[
             {"round": 3, "join": [22, 23]},

@@ -70,7 +70,7 @@ def deliver(tmp_path, info, record):
     "account, machine, user", [("alice", "bob", "alice"), ("", "bob", "bob"), ("", OSError("no name"), "unknown")]
 )
 def test_a_run_names_its_user(monkeypatch, account, machine, user):
-    """As MLflow's own client does: the account on the server, else that of the machine, which may have no name."""
+    """The name on the server, else the login name, which a user id may lack."""
 
     def getuser():
         if isinstance(machine, OSError):
@@ -79,7 +79,7 @@ def test_a_run_names_its_user(monkeypatch, account, machine, user):
 
     monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", account)
     monkeypatch.setattr(getpass, "getuser", getuser)
-    assert adapter._user() == user
+    assert adapter._user_name() == user
 
 
 def test_a_comparison_is_a_parent_with_nested_runs(sqlite, tmp_path, runs, record, expected):
@@ -105,7 +105,7 @@ def test_a_comparison_is_a_parent_with_nested_runs(sqlite, tmp_path, runs, recor
     assert (ifca.data.tags["method"], ifca.data.tags["seed"], ifca.data.params) == ("ifca", "7", params)
     (dataset,) = (one.dataset for one in ifca.inputs.dataset_inputs)
     assert dataset.name == "digits" and len(dataset.digest) == 12 and "data.source" in dataset.profile
-    assert ifca.data.tags["mlflow.source.name"] == "cfl-ray" and ifca.data.tags["mlflow.user"] == getpass.getuser()
+    assert ifca.data.tags["mlflow.source.name"] == "cfl-ray" and ifca.data.tags["mlflow.user"] == adapter._user_name()
     table = ["| method | accuracy | ari |", "| --- | --- | --- |", "| fedavg | 0.5 |  |", "| ifca | 0.75 | 1 |"]
     run_id, note = by_name["comparison"].info.run_id, by_name["comparison"].data.tags["mlflow.note.content"]
     image = f"![accuracy by round](get-artifact?path=accuracy_by_round.png&run_uuid={run_id})"
@@ -642,14 +642,14 @@ class TestDestinations:
 
         def computes_first(self, *arguments):
             began = time.process_time()
-            while time.process_time() - began < 0.6:
+            while time.process_time() - began < 1.5:
                 pass
             opened(self, *arguments)
 
         monkeypatch.setattr(Mlflow, "open", computes_first)
         monkeypatch.setattr(delivery, "_CPU_SECONDS", 0.01)
         warnings = []
-        assert deliver_pending(tmp_path, sqlite, seconds=0.3, warn=warnings.append) == {run_dir: 1} and not warnings
+        assert deliver_pending(tmp_path, sqlite, seconds=1.0, warn=warnings.append) == {run_dir: 1} and not warnings
 
     def test_runs_that_do_not_arrive_in_time_are_named(self, pending, tmp_path, monkeypatch):
         for name in ("a", "b", "c"):
