@@ -151,6 +151,12 @@ def loaded(factory: Callable[[], nn.Module], network: Network, row_P: Tensor) ->
     return module
 
 
+def logits_of(network: Network, row_P: Tensor, x: Tensor) -> Tensor:
+    """Outputs (n, *output_shape) of a row in evaluation mode. The row stays loaded."""
+    network.load(row_P)
+    return network.logits(x)
+
+
 def by_torch(
     factory: Callable[[], nn.Module], network: Network, task: TrainingTask, optimizer=None
 ) -> tuple[Tensor, list[float]]:

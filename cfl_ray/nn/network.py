@@ -488,11 +488,6 @@ class Network:
         features, outputs = zip(*parts, strict=True)
         return torch.cat(features), torch.cat(outputs)
 
-    def logits_of(self, row_P: Tensor, x: Tensor) -> Tensor:
-        """Outputs (n, *output_shape) of a row in evaluation mode. The row stays loaded."""
-        self.load(row_P)
-        return self.logits(x)
-
     @torch.no_grad()
     def logits(self, x: Tensor) -> Tensor:
         """Outputs (n, *output_shape) of the loaded row in evaluation mode."""

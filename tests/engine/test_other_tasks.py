@@ -6,6 +6,7 @@ import torch
 from closeness import close
 from federations import Stage
 from torch import nn
+from training_tasks import logits_of
 
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.tasks import TASKS
@@ -121,10 +122,10 @@ def test_losses_gradients_and_scores(name):
     ).arrays["scores"]
     for client in range(3):
         x, y = one.federation.train(client)
-        outputs = one.network.logits_of(models_KP[0], x).cpu()
+        outputs = logits_of(one.network, models_KP[0], x).cpu()
         assert loss_MK[client, 0] == pytest.approx(task.loss(outputs, y).mean().item(), rel=1e-5)
         x, y = one.federation.test(client)
-        outputs = one.network.logits_of(models_KP[0], x).cpu()
+        outputs = logits_of(one.network, models_KP[0], x).cpu()
         expected = [*(metric(outputs, y) for metric in task.metrics), task.loss(outputs, y).mean().item()]
         assert scores[client] == pytest.approx(expected, rel=1e-5)
 

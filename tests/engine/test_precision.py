@@ -5,7 +5,7 @@ import torch
 import training_tasks
 from federations import Stage, uneven
 from torch import nn
-from training_tasks import IMAGE, LONG, long_mlp, tasks_of
+from training_tasks import IMAGE, LONG, logits_of, long_mlp, tasks_of
 
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.engine import sequential, vectorised
@@ -68,7 +68,7 @@ def test_bf16_passes_have_float32_parameters(engine):
 def test_tests_are_float32():
     network, x = Network(long_mlp, LONG, precision="bf16"), torch.randn(5, 36)
     row_P = network.new_model(0, 0)
-    assert torch.equal(network.logits_of(row_P, x), Network(long_mlp, LONG).logits_of(row_P, x))
+    assert torch.equal(logits_of(network, row_P, x), logits_of(Network(long_mlp, LONG), row_P, x))
 
 
 @pytest.mark.parametrize("engine", [pytest.param("manual", marks=pytest.mark.cpu), "span"])

@@ -10,7 +10,7 @@ from federations import uneven
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from training_tasks import by_torch, results, rows, tasks_of
+from training_tasks import by_torch, logits_of, results, rows, tasks_of
 
 from cfl_ray import Experiment, federation_from_arrays, simulate
 from cfl_ray.core.local_sgd import ExampleNoise, LocalSGD
@@ -86,9 +86,9 @@ def test_scripted_traced_and_exported_modules_are_trained_as_the_original(factor
     assert close(trained, expected, 1e-5)
     rows_P = network.new_model(0, 0), network.new_model(0, 1)
     x = torch.rand(4, 6)
-    first = network.logits_of(rows_P[0], x)
-    assert not torch.equal(first, network.logits_of(rows_P[1], x)), "each row is another model"
-    assert torch.equal(first, network.logits_of(rows_P[0], x))
+    first = logits_of(network, rows_P[0], x)
+    assert not torch.equal(first, logits_of(network, rows_P[1], x)), "each row is another model"
+    assert torch.equal(first, logits_of(network, rows_P[0], x))
 
 
 @pytest.mark.parametrize("factory", [SCRIPTED[0][0], SCRIPTED[1][0], with_scripted_part])
@@ -152,7 +152,7 @@ def test_modules_and_tensors_at_several_places_are_trained_as_in_pytorch(factory
     for task, row_P in zip(tasks, rows(engine, network, tasks), strict=True):
         assert close(row_P, by_torch(factory, network, task)[0], 1e-5)
         features, outputs = network.evaluated(row_P, task.x)
-        assert close(outputs, network.logits_of(row_P, task.x), 1e-5) and features.shape == (8, 6)
+        assert close(outputs, logits_of(network, row_P, task.x), 1e-5) and features.shape == (8, 6)
     assert all(parameter is own[name] for name, parameter in network.module.named_parameters())
 
 

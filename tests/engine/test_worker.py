@@ -10,7 +10,7 @@ from closeness import close
 from federations import Spoiled, Stage, attack_of, linear, planted, uneven
 from torch import nn
 from torch.nn.functional import cross_entropy
-from training_tasks import mlp
+from training_tasks import logits_of, mlp
 
 from benchmarks.models import LSTM, LeNet5, ResNet8, Transformer
 from cfl_ray.core.clients import ClientState, LocalTraining
@@ -213,7 +213,7 @@ class TestLosses:
                 row_P = models_KP[k].clone()
                 if kept is not None:
                     state.columns.put(row_P, kept)
-                expected = cross_entropy(stage.network.logits_of(row_P, x), y).item()
+                expected = cross_entropy(logits_of(stage.network, row_P, x), y).item()
                 assert found[client, k] == pytest.approx(expected, rel=1e-5)
                 assert (found[client, k] == plain[client, k]) == (client == 2)
 

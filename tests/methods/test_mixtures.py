@@ -11,6 +11,7 @@ from federations import Spoiled, Stage, linear, planted
 from linear import ETA, N_0, N_1, STEPS, assert_close, data, matrix, stage
 from rounds import COHORTS, accuracy, floats, groups, mlp
 from torch import nn
+from training_tasks import logits_of
 
 from cfl_ray.core.aggregation.rules import RULES, MultiKrum, TrimmedMean
 from cfl_ray.core.clients import LocalTraining
@@ -301,7 +302,7 @@ def test_the_train_loss_is_that_of_the_mixture():
     method.round(state, clients, None)
     for client in (0, 1):
         x, y = one.federation.train(client)
-        rows = [one.network.logits_of(row_P, x).cpu() for row_P in state.models_KP]
+        rows = [logits_of(one.network, row_P, x).cpu() for row_P in state.models_KP]
         loss_nK = torch.stack([nn.functional.cross_entropy(logits, y, reduction="none") for logits in rows], 1)
         expected = ((-loss_nK).softmax(1) * loss_nK).sum(1).mean().item()
         assert close(clients.stats.train_loss[client], expected, 1e-5)

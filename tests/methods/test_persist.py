@@ -10,6 +10,7 @@ from federations import Stage, planted, uneven
 from rounds import COHORTS, assert_engines_agree, assert_survives_an_interruption, groups
 from torch import nn
 from torch.nn.functional import cross_entropy
+from training_tasks import logits_of
 
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.engine import span
@@ -120,7 +121,7 @@ def test_a_client_of_a_mixture_has_an_optimiser_for_each_model(engine):
         trained = []
         for client in ids:
             x, y = one.federation.train(client)
-            logits = [one.network.logits_of(row, x).cpu() for row in w]
+            logits = [logits_of(one.network, row, x).cpu() for row in w]
             loss_nK = torch.stack([cross_entropy(each, y, reduction="none") for each in logits], 1)
             q_nK = (pi[client].log() - loss_nK).softmax(1)
             pi[client] = q_nK.mean(0)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from training_tasks import logits_of
 
 from cfl_ray.core.classifier import Classifier
 from cfl_ray.nn.network import Network
@@ -86,7 +87,7 @@ def test_a_parametrised_layer_is_one_layer():
     assert network.spec.linear == network.spec.head
     row_P, x = network.new_model(0, 0), torch.rand(2, 1, 4, 4)
     features, outputs = network.evaluated(row_P, x)
-    assert features.shape == (2, 16) and torch.equal(outputs, network.logits_of(row_P, x))
+    assert features.shape == (2, 16) and torch.equal(outputs, logits_of(network, row_P, x))
     with pytest.raises(ValueError, match="the last layer 'head' must be linear.* it has no weight of its own"):
         Classifier.of(network.spec)
 

@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 import torch
 from commands import status_of
-from small_runs import PLANTED, merged, metrics_of, simulate_until
+from small_runs import PLANTED, Notes, merged, metrics_of, simulate_until
 
 from cfl_ray import Experiment, compare_runs, load_run, resume, run, simulate
 from cfl_ray.errors import ConfigError, DataError, NotReproduced
-from cfl_ray.lifecycle.driver import Watcher
 from cfl_ray.plugins.imported import imported_beside
 from cfl_ray.plugins.loading import load_plugin, sent_by_value
 from cfl_ray.results.kept_code import INDEX, kept_code, shown_difference
@@ -31,14 +30,6 @@ def write_code(folder, act="ReLU", lazy=""):
     (folder / "parts").mkdir(parents=True, exist_ok=True)
     (folder / "net.py").write_text(NET.format(lazy=lazy))
     (folder / "parts/act.py").write_text(f"from torch import nn\nACT = nn.{act}\n")
-
-
-class Notes(Watcher):
-    def __init__(self):
-        self.warnings = []
-
-    def warn(self, text):
-        self.warnings.append(text)
 
 
 @pytest.fixture

@@ -9,13 +9,12 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from small_runs import metrics_of, simulate_until
+from small_runs import Notes, metrics_of, simulate_until
 from torch import nn
 
 from cfl_ray import Experiment, federation_from_arrays, load_run, resume, simulate
 from cfl_ray.errors import ConfigError, NotReproduced
 from cfl_ray.lifecycle import driver
-from cfl_ray.lifecycle.driver import Watcher
 from cfl_ray.results.results import divergence
 from cfl_ray.results.verification import verify
 from cfl_ray.tracking import read_end
@@ -154,12 +153,6 @@ class TestEditedCode:
         assert load_run(run)["fedavg"].final["accuracy"] > 0
 
     def test_a_longer_run_says_it_and_tests_its_start(self, run, files):
-        class Notes(Watcher):
-            warnings: list[str] = []
-
-            def warn(self, text):
-                self.warnings.append(text)
-
         write_model(files, comment="# a comment")
         watcher = Notes()
         simulate(of_files(rounds=4), run_dir="longer", extend=run, watcher=watcher, code="now")
