@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -100,7 +101,7 @@ def load_experiment(
     experiment = config.load(file, changes)
     check_code(lambda trusts: check_config(file, experiment, changes, trusts), trust)
     if extend is not None and RunDirectory(extend).is_run:
-        check_code(lambda trusts: load_record(extend, trusts, connects=False), trust)
+        check_code(partial(load_record, extend, connects=False), trust)
         experiment = with_code_of(extend, experiment, code, warn)
     elif file is not None:
         experiment = with_code_of_record(Path(file), experiment, code, warn)
@@ -139,39 +140,29 @@ def is_file(argument: str) -> bool:
         return False
 
 
-def may_import(run_dir: Path, trust: bool) -> bool:
-    """Whether the user trusts the files that a run names; False if no question is needed."""
+def check_runs(run_dirs: Iterable[Path], trust: bool) -> None:
+    """Asks about each run that the user does not trust, before any of them is read."""
     from cfl_ray.results.trust import load_record
     from cfl_ray.run_directory import RunDirectory
 
-    RunDirectory(run_dir).require_run()
-    return is_trusted(lambda: load_record(run_dir, connects=False), trust)
-
-
-def may_import_each(run_dirs: Iterable[Path], trust: bool) -> bool:
-    """As `may_import`, of several runs: each that is not trusted is asked about, before any of them is read."""
-    answers = [may_import(run_dir, trust) for run_dir in run_dirs]
-    return trust or any(answers)
+    for run_dir in run_dirs:
+        RunDirectory(run_dir).require_run()
+        check_code(partial(load_record, run_dir, connects=False), trust)
 
 
 def check_code(check: Callable[[bool], object], trust: bool) -> None:
-    """Asks whether the user trusts what `check` refuses, and keeps the answer. check: called with whether it is so."""
-    if is_trusted(lambda: check(False), trust):
-        check(True)
+    """Asks on a terminal whether the user trusts what `check` refuses, and keeps the answer.
 
-
-def is_trusted(check: Callable[[], object], trust: bool = False) -> bool:
-    """Whether the user accepts what `check` refuses: by the option, or by an answer on the terminal."""
+    check: called with whether it is trusted: by the option, or by the answer.
+    """
     from cfl_ray.results.trust import UntrustedError
 
-    if not trust:
-        try:
-            check()
-        except UntrustedError as error:
-            if not sys.stdin.isatty():
-                raise
-            warn(f"warning: {error}")
-            if not typer.confirm("Trust it?", err=True):
-                raise
-            return True
-    return trust
+    try:
+        check(trust)
+    except UntrustedError as error:
+        if not sys.stdin.isatty():
+            raise
+        warn(f"warning: {error}")
+        if not typer.confirm("Trust it?", err=True):
+            raise
+        check(True)

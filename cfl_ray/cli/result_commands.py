@@ -4,13 +4,14 @@ import html
 import os
 import sys
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cfl_ray.cli.console import out, say, warn
-from cfl_ray.cli.inputs import STDOUT, Code, RunDir, Trust, may_import, may_import_each, place
+from cfl_ray.cli.inputs import STDOUT, Code, RunDir, Trust, check_code, check_runs, place
 from cfl_ray.errors import ConfigError, command
 
 if TYPE_CHECKING:
@@ -191,7 +192,7 @@ def _evaluated(
     from cfl_ray.run_directory import RunDirectory
 
     runs = [run_dir for run_dir in run_dirs if not RunDirectory(run_dir).is_study]
-    trust = may_import_each(runs, trust)
+    check_runs(runs, trust)
     found = collected(run_dirs, metrics, trust, of_round, code)
     if not found[0]:
         named = ", ".join(map(str, run_dirs))
@@ -286,7 +287,7 @@ def report(
     from cfl_ray.results.reporting import report_page, write_report
     from cfl_ray.run_directory import RunDirectory
 
-    trust = may_import_each((run_dir for run_dir in run_dirs if RunDirectory(run_dir).is_run), trust)
+    check_runs((run_dir for run_dir in run_dirs if RunDirectory(run_dir).is_run), trust)
     if output == STDOUT:
         sys.stdout.buffer.write(report_page(run_dirs, against, column, trust, code).encode())
         return
@@ -334,7 +335,7 @@ def figure(
 
     _check_word("--format", style, FORMATS)
     _check_word("--x", x, X_AXES)
-    trust = may_import_each((run_dir for run_dir in run_dirs if RunDirectory(run_dir).is_run), trust)
+    check_runs((run_dir for run_dir in run_dirs if RunDirectory(run_dir).is_run), trust)
     experiments = report_of(find_runs(run_dirs, trust)).experiments
     if not experiments:
         raise ConfigError(f"no method of {', '.join(map(str, run_dirs))} has been evaluated yet")
@@ -381,10 +382,14 @@ def export(
     """Write the model of a cluster, or the model that a client predicts with, to a file. The run may be live."""
     from cfl_ray.lifecycle.load import load_run
     from cfl_ray.results.export import export_model
+    from cfl_ray.results.trust import load_record
+    from cfl_ray.run_directory import RunDirectory
 
     if output == STDOUT:
         raise ConfigError("a model is not written to standard output: name a file; its ending is the format")
-    results = load_run(run_dir, trust=may_import(run_dir, trust), code=code)
+    RunDirectory(run_dir).require_run()
+    check_code(partial(load_record, run_dir), trust)
+    results = load_run(run_dir, trust=trust, code=code)
     if method is None and len(results.methods) > 1:
         raise ConfigError(f"the run has several methods; name one with --method: {', '.join(results.methods)}")
     trained = results.method(method or next(iter(results.methods))).trained

@@ -1,5 +1,6 @@
 """The commands `run`, `resume` and `prepare`, and `compare` and `sweep` for studies."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -78,11 +79,11 @@ def resume(
                 f"--in-process is for a run, and {run_dir} is a study, whose runs are in processes of their own: name "
                 f"one of them, {run_dir}/SETTING/METHOD/seed-SEED"
             )
-        inputs.check_code(lambda trusts: load_study_record(run_dir, trusts), trust)
+        inputs.check_code(partial(load_study_record, run_dir), trust)
         run_all(study_from(RunDirectory(run_dir).study, None, trust), run_dir, code=code)
         return
     RunDirectory(run_dir).require_run()
-    trust = inputs.is_trusted(lambda: load_record(run_dir), trust)
+    inputs.check_code(partial(load_record, run_dir), trust)
     experiment = load_record(run_dir, trust)
     inputs.say_earlier_results(experiment, run_dir)
     go_on_without_output()

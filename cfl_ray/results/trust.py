@@ -17,7 +17,6 @@ import os
 import pwd
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ from cfl_ray.system.nested import texts_of
 _ROOT = 0
 _PLACES = ("output", "data.shards", "data.train_files", "data.test_files", *map(".".join, file_keys(Experiment)))
 _TRUSTED = "trusted.json"  # in the user's folder
+_of_this_process: dict[str, dict[str, str]] = {}  # as in that file, if the folder cannot be written
 _NAMED_ELSEWHERE = ("runtime.address", "tracking.uri")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
@@ -147,9 +147,12 @@ def _remember(folder: Path, names: Sequence[str]) -> None:
     before = trusted.get(str(folder.resolve()), {})
     if new.items() <= before.items():
         return
-    with suppress(OSError):  # without a folder of the user, consent holds for this time
+    of_folder = {str(folder.resolve()): before | new}
+    try:
         private_folder(user_folder())
-        write_json(user_folder() / _TRUSTED, trusted | {str(folder.resolve()): before | new})
+        write_json(user_folder() / _TRUSTED, trusted | of_folder)
+    except OSError:
+        _of_this_process.update(of_folder)
 
 
 def _trusted(folder: Path) -> list[str]:
@@ -162,8 +165,8 @@ def _read_trusted() -> dict[str, dict[str, str]]:
     try:
         values = read_json(user_folder() / _TRUSTED) or {}
     except DataError:
-        return {}
-    return {folder: names for folder, names in values.items() if isinstance(names, dict)}
+        values = {}
+    return {folder: names for folder, names in values.items() if isinstance(names, dict)} | _of_this_process
 
 
 def _content_of(name: str) -> str:

@@ -146,6 +146,27 @@ def test_a_yes_to_one_run_is_none_to_the_next(command, own, imports, tmp_path, m
     assert list(answers) == []
 
 
+def test_a_yes_to_one_run_is_none_to_those_of_a_folder(own, imports, tmp_path, monkeypatch):
+    (tmp_path / "above").mkdir()
+    shutil.copytree(own, tmp_path / "above/other")
+    monkeypatch.setenv("CFL_RAY_HOME", str(tmp_path / "another home"))
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("typer.confirm", lambda text, err: True)
+    assert status_of("report", own, tmp_path / "above", "-o", tmp_path / "r.html") == 2
+    assert status_of("report", tmp_path / "above/other", "-o", tmp_path / "r.html") == 0
+
+
+def test_a_yes_holds_for_the_command_if_it_cannot_be_kept(own, imports, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CFL_RAY_HOME", str(tmp_path / "file/home"))
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("typer.confirm", lambda text, err: True)
+    monkeypatch.setattr(trust, "_of_this_process", {})
+    for command in (("table", own), ("export", own, "--cluster", 0, "-o", tmp_path / "m.pt"), ("resume", own)):
+        trust._of_this_process.clear()
+        assert status_of(*command) == 0
+
+
 def test_what_was_not_signed_is_not_trusted(own, tmp_path):
     """Another file in the record, other names in the signature, and nonsense in its place."""
     (tmp_path / "other_of_trust.py").write_text(CODE)
