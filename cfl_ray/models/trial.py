@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from cfl_ray.core import global_generators
 from cfl_ray.errors import ConfigError
 from cfl_ray.models.factory import ModelRecipe
+from cfl_ray.nn.fingerprints import fingerprint_of
 from cfl_ray.nn.functional_dropout import Recording
-from cfl_ray.nn.held import Held, fingerprint_of, held_by
 from cfl_ray.nn.network import new_module
 from cfl_ray.nn.places import layer_of
+from cfl_ray.nn.unregistered import Unregistered, unregistered_in
 from cfl_ray.plugins.calling import explained
 
 _TRIES = 16  # seeds of passes in evaluation, if these draw random numbers
@@ -33,12 +34,12 @@ def tried(recipe: ModelRecipe, seed: int) -> ModelRecipe:
     drew = {training: _check_forward(recipe, module.train(training)) for training in (False, True)}
     _check_own_memory(recipe, first, other)
     _check_shapes(recipe, first, other)
-    held, of_other = held_by(first), held_by(other)
+    outside, of_other = unregistered_in(first), unregistered_in(other)
     constants = buffers | {
-        name: tensor for name, tensor in held.tensors.items() if _equal(tensor, of_other.tensors.get(name))
+        name: tensor for name, tensor in outside.tensors.items() if _equal(tensor, of_other.tensors.get(name))
     }
     fingerprints = {name: fingerprint_of(tensor) for name, tensor in constants.items()}
-    warnings += _unregistered(recipe, held) or _check_batches(recipe, module.eval())
+    warnings += _unregistered(recipe, outside) or _check_batches(recipe, module.eval())
     _check_answers(recipe, first, other, drew)
     _check_gradient(recipe, module.train())
     return replace(recipe, warnings=tuple(warnings), constants=fingerprints)
@@ -135,12 +136,12 @@ def _problem_of_batch(recipe: ModelRecipe, module: nn.Module, size: int) -> str 
 
 
 def _raise_dropout(recipe: ModelRecipe, module: nn.Module) -> NoReturn:
-    held = held_by(module).modules
-    unreached = [path for path, part in held.items() if part.training and not _is_inside(path, held)]
+    outside = unregistered_in(module).modules
+    unreached = [path for path, part in outside.items() if part.training and not _is_inside(path, outside)]
     if unreached:
         raise ConfigError(
             f"model {recipe.place} drops values in evaluation, since module.eval() does not reach {_listed(unreached)} "
-            f"({type(held[unreached[0]]).__name__}), in a list, a dict or another attribute that is no module: "
+            f"({type(outside[unreached[0]]).__name__}), in a list, a dict or another attribute that is no module: "
             "predictions would be random; use nn.ModuleList or nn.ModuleDict"
         )
     raise ConfigError(
@@ -215,14 +216,14 @@ def _check_answers(recipe: ModelRecipe, first: nn.Module, other: nn.Module, drew
             _raise_changing(recipe, training, answer.changed or again.changed)
         if not training and again.draws:
             _check_draws(recipe, first, answer)
-        held = held_by(first)
+        outside = unregistered_in(first)
         # answers in evaluation are the same under another seed, unless the first pass draws buffers
         seed = 0 if training or answer.changed else 1
         # as many passes as of the first, if these change values that it holds
         other.train(training)
-        of_other = _twice(recipe, other, seed)[0] if held.tensors else _answer(recipe, other, seed)
-        held_by_other = held_by(other)
-        _check_held(recipe, held, held_by_other)
+        of_other = _twice(recipe, other, seed)[0] if outside.tensors else _answer(recipe, other, seed)
+        outside_of_other = unregistered_in(other)
+        _check_outside(recipe, outside, outside_of_other)
         if not again.draws and (training or not answer.changed) and (drew[training] or answer.draws):
             raise ConfigError(
                 f"model {recipe.place} draws random numbers in its first forward pass{' in training' * training}, and "
@@ -232,7 +233,7 @@ def _check_answers(recipe: ModelRecipe, first: nn.Module, other: nn.Module, drew
         if not _agree(answer.outputs, of_other.outputs):
             raise ConfigError(
                 f"model {recipe.place} built twice answers the same samples differently, with the same parameters and "
-                f"buffers{_causes(held, held_by_other)}: the saved model would not be the trained one; give such "
+                f"buffers{_causes(outside, outside_of_other)}: the saved model would not be the trained one; give such "
                 "values as options, or keep them in a buffer (register_buffer)"
             )
 
@@ -346,19 +347,19 @@ def _equal(tensor: Tensor, other: Tensor | None, exact: bool = False) -> bool:
     return _agree(tensor, other)
 
 
-def _check_held(recipe: ModelRecipe, held: Held, of_other: Held) -> None:
+def _check_outside(recipe: ModelRecipe, outside: Unregistered, of_other: Unregistered) -> None:
     """Raises ConfigError for a tensor outside parameters and buffers that differs between modules."""
     differ = [
         name
-        for name, tensor in held.tensors.items()
+        for name, tensor in outside.tensors.items()
         if name in of_other.tensors and not _equal(tensor, of_other.tensors[name])
     ]
     if not differ:
         return
-    if any(name in held.parameters or _is_inside(name, held.modules) for name in differ):
+    if any(name in outside.parameters or _is_inside(name, outside.modules) for name in differ):
         raise ConfigError(
-            f"{_untrained(recipe, held)}; since their values are drawn at random, a model that is loaded again would "
-            "be another one"
+            f"{_untrained(recipe, outside)}; since their values are drawn at random, a model that is loaded again "
+            "would be another one"
         )
     are = "are tensors or arrays" if len(differ) > 1 else "is a tensor or array"
     raise ConfigError(
@@ -381,28 +382,28 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:_NAMED]) + more
 
 
-def _causes(held: Held, of_other: Held) -> str:
+def _causes(outside: Unregistered, of_other: Unregistered) -> str:
     """The numbers, texts and functions of two modules that differ, for messages; empty without any."""
-    ours, theirs = ({name: f"{value:g}" for name, value in h.numbers.items()} | h.others for h in (held, of_other))
+    ours, theirs = ({name: f"{value:g}" for name, value in h.numbers.items()} | h.others for h in (outside, of_other))
     causes = [
         f"{name} is {ours[name]} and {theirs[name]}" for name in ours if theirs.get(name, ours[name]) != ours[name]
     ]
     return f" ({'; '.join(causes[:_NAMED])})" if causes else ""
 
 
-def _unregistered(recipe: ModelRecipe, held: Held) -> list[str]:
+def _unregistered(recipe: ModelRecipe, outside: Unregistered) -> list[str]:
     """A warning of parameters and buffers in modules that are not registered; none without any."""
-    buffers = any(True for part in held.modules.values() for _ in part.buffers())
-    return [_untrained(recipe, held)] if buffers or any(held.parameters.values()) else []
+    buffers = any(True for part in outside.modules.values() for _ in part.buffers())
+    return [_untrained(recipe, outside)] if buffers or any(outside.parameters.values()) else []
 
 
-def _untrained(recipe: ModelRecipe, held: Held) -> str:
+def _untrained(recipe: ModelRecipe, outside: Unregistered) -> str:
     """The line for parameters that the module holds where PyTorch does not find them."""
-    outer = [path for path in held.modules if not _is_inside(path, held.modules)]
-    alone = [path for path in held.parameters if not _is_inside(path, outer)]
-    number = sum(held.parameters.values())
+    outer = [path for path in outside.modules if not _is_inside(path, outside.modules)]
+    alone = [path for path in outside.parameters if not _is_inside(path, outer)]
+    number = sum(outside.parameters.values())
     parameters = f"{number:,} parameters" if number else "tensors"
-    modules = [f"{path} ({type(held.modules[path]).__name__})" for path in outer]
+    modules = [f"{path} ({type(outside.modules[path]).__name__})" for path in outer]
     use = "nn.ModuleList or nn.ModuleDict" if outer else "nn.ParameterList or nn.ParameterDict"
     return (
         f"model {recipe.place}: PyTorch does not find {_listed([*modules, *alone])}, in a list, a dict or another "

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from cfl_ray.nn.held import fingerprint_of
+from cfl_ray.nn.fingerprints import fingerprint_of
 
 OFFSETS = (1e2, 1e4)  # means of the tried values, whose standard deviation is 1
 RATIO = 8.0  # of the errors in both layouts from which a function is less exact in channels-last

@@ -17,7 +17,7 @@ from cfl_ray.core.reassigned import Reassigned
 from cfl_ray.core.reported import Diagnostic, ReportedDiagnostic
 from cfl_ray.core.state import State
 from cfl_ray.errors import RunError
-from cfl_ray.nn.held import in_words, is_same
+from cfl_ray.nn.fingerprints import in_words, is_same
 from cfl_ray.plugins.calling import place_of
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.parts.loop_part import LoopPart

@@ -25,7 +25,7 @@ from cfl_ray.engine.engines import Division
 from cfl_ray.engine.worker import Worker
 from cfl_ray.errors import ConfigError
 from cfl_ray.models import ModelRecipe
-from cfl_ray.nn.held import fingerprint_of, is_same
+from cfl_ray.nn.fingerprints import fingerprint_of, is_same
 from cfl_ray.nn.network import Network
 from cfl_ray.nn.shared import digest_of
 from cfl_ray.population.availability import ALWAYS, Availability

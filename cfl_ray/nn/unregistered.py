@@ -15,8 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cfl_ray.nn.shared import digest_of
-
 _MOST = 200_000  # values of a walk, which ends there
 _MOST_NUMBERS = 64  # a longer list of numbers is one value
 _OF_TORCH = frozenset(vars(nn.Module())) - {"_forward_hooks", "_forward_pre_hooks"}  # attributes of every module
@@ -26,7 +24,7 @@ _CONTAINERS = (list, tuple, set, frozenset)
 
 
 @dataclass
-class Held:
+class Unregistered:
     """Values by path, such as `blocks.0.mask`, `self.tables['a'][1]` or `forward's global MASK`."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)  # arrays too
@@ -36,10 +34,10 @@ class Held:
     modules: dict[str, nn.Module] = field(default_factory=dict)  # outside the tree of registered modules
 
 
-def held_by(module: nn.Module) -> Held:
+def unregistered_in(module: nn.Module) -> Unregistered:
     """The values that a module holds without registering them. Parts of parameters and buffers are left out."""
     registered = [*module.parameters(), *module.buffers()]
-    return _Walk(module, {_memory(tensor) for tensor in registered} - {None}).held
+    return _Walk(module, {_memory(tensor) for tensor in registered} - {None}).found
 
 
 def _memory(tensor: Tensor) -> int | None:
@@ -51,7 +49,7 @@ def _memory(tensor: Tensor) -> int | None:
 
 class _Walk:
     def __init__(self, module: nn.Module, registered: set[int | None]):
-        self.held, self.registered = Held(), registered
+        self.found, self.registered = Unregistered(), registered
         self.tree = {id(part) for part in module.modules()}
         self.seen: set[int] = set()
         self.alive: list[Any] = []  # what the walk made, so that ids stay unique
@@ -63,10 +61,10 @@ class _Walk:
     def _inside(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
         """Notes a value and returns those inside it, with their paths."""
         if isinstance(value, bool | str | bytes) or value is None:
-            self.held.others[path] = repr(value)[:200]
+            self.found.others[path] = repr(value)[:200]
             return
         if isinstance(value, int | float | complex | np.number):
-            self.held.numbers[path] = value.item() if isinstance(value, np.number) else value
+            self.found.numbers[path] = value.item() if isinstance(value, np.number) else value
             return
         if id(value) in self.seen or isinstance(value, _SKIPPED):
             return
@@ -80,14 +78,14 @@ class _Walk:
         elif isinstance(value, _CONTAINERS):
             yield from self._of_list(path, value)
         elif isinstance(value, FunctionType):
-            self.held.others[path] = f"function {value.__qualname__}"
+            self.found.others[path] = f"function {value.__qualname__}"
             yield from self._of_function(path, value)
         elif isinstance(value, MethodType):
             yield from ((f"{path}.__self__", value.__self__), (path, value.__func__))
         elif isinstance(value, partial):
             yield from ((path, value.func), (f"{path}.args", value.args), (f"{path}.keywords", value.keywords))
         else:
-            self.held.others[path] = f"{type(value).__module__}.{type(value).__qualname__}"
+            self.found.others[path] = f"{type(value).__module__}.{type(value).__qualname__}"
             yield from ((f"{path}.{name}", part) for name, part in _attributes(value))
 
     def _note_tensor(self, path: str, value: Tensor | np.ndarray) -> None:
@@ -98,15 +96,15 @@ class _Walk:
             self.alive.append(value)
         if _memory(value) not in self.registered:
             if isinstance(value, nn.Parameter) and value.requires_grad:
-                self.held.parameters[path] = value.numel()
-            self.held.tensors[path] = value.detach()
+                self.found.parameters[path] = value.numel()
+            self.found.tensors[path] = value.detach()
 
     def _of_module(self, path: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
         prefix = f"{path}." if path else ""
         is_registered = id(module) in self.tree
         if not is_registered:
-            self.held.modules[path] = module
-        self.held.others[path or "the model"] = f"{type(module).__module__}.{type(module).__qualname__}"
+            self.found.modules[path] = module
+        self.found.others[path or "the model"] = f"{type(module).__module__}.{type(module).__qualname__}"
         if isinstance(module, torch.jit.ScriptModule):
             return
         for name, value in list(vars(module).items()):
@@ -167,40 +165,3 @@ def _attributes(value: Any) -> list[tuple[str, Any]]:
             if not name.startswith("__") and hasattr(value, name):
                 found.setdefault(name, getattr(value, name))
     return list(found.items())
-
-
-# ---- constants of a run, compared when it is opened again
-
-_CLOSE = 1e-5  # of the norm
-_FACTORS = (0x9E3779B1, 0x85EBCA6B)  # odd: bit 31 of the products of the places is a sign for each
-
-
-def fingerprint_of(tensor: Tensor) -> list[str | float]:
-    """Type and shape of a tensor, with a digest of whole numbers or, of other numbers, a norm and two projections.
-
-    CPUs compute sines and the like with other last bits, so these numbers are equal up to rounding.
-    """
-    tensor = (tensor.to_dense() if tensor.layout != torch.strided else tensor).detach().cpu()
-    kind = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-    if tensor.is_quantized or not (tensor.is_floating_point() or tensor.is_complex()):
-        tensor = tensor.int_repr() if tensor.is_quantized else tensor
-        return [f"{kind} {digest_of({'': tensor.contiguous()})}"]
-    numbers = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double().reshape(-1).nan_to_num(-1.0)
-    place = torch.arange(len(numbers))
-    signs = (1 - 2 * (place * factor >> 31 & 1) for factor in _FACTORS)
-    return [kind, float(numbers.norm()), *(float((numbers * sign).sum()) for sign in signs)]
-
-
-def is_same(fingerprint: list[str | float], other: list[str | float]) -> bool:
-    """Whether two fingerprints are of equal values."""
-    if fingerprint[:1] != other[:1] or len(fingerprint) != len(other):
-        return False
-    numbers, others = np.array(fingerprint[1:], float), np.array(other[1:], float)
-    return bool(np.all(np.abs(numbers - others) <= _CLOSE * max([*np.abs(numbers[:1]), 1e-30])))
-
-
-def in_words(fingerprint: list[str | float] | None) -> str:
-    """A fingerprint for messages."""
-    if not fingerprint:
-        return "absent"
-    return " ".join([str(fingerprint[0]), *(f"{number:.6g}" for number in fingerprint[1:])])
