@@ -158,10 +158,10 @@ def facts_of(
     statistics need equal batches: for them the smallest and the largest client count as well.
     """
     sizes, median = _sizes(federation), median_task(network, federation, local)
-    others = sizes[[0, -1]].tolist() if network.batch_statistics else []
-    tasks = [median, *(_task_of(network, federation, local, size) for size in others)]
-    others = {name: engine for name, engine in ENGINES.items() if name != COMPILED}
-    cannot = {name: reason for name, engine in others.items() if (reason := engine.why_not(network, tasks))}
+    extremes = sizes[[0, -1]].tolist() if network.batch_statistics else []
+    tasks = [median, *(_task_of(network, federation, local, size) for size in extremes)]
+    reasons = {name: engine.why_not(network, tasks) for name, engine in ENGINES.items() if name != COMPILED}
+    cannot = {name: reason for name, reason in reasons.items() if reason}
     counts, shape = counts_of(network), network.spec.shapes[0]
     written_out = network.device.type == "cpu" and why_no_passes(network) is None
     operations = [step.operation for step in passes_of(network).steps] if written_out else []

@@ -25,13 +25,13 @@ LR = 0.005
 Server = Any  # of theirs
 
 
-def shipped(checkout: Path, share: float = SHARE) -> list[Client]:
-    """The clients of the division of MNIST that the repository has, each with a share of its samples."""
+def shipped(checkout: Path) -> list[Client]:
+    """The clients of the division of MNIST that the repository has, each with `SHARE` of its samples."""
     parts = []
     for client in range(CLIENTS):
         files = (checkout / f"dataset/MNIST/{part}/{client}.npz" for part in ("train", "test"))
         train, test = (np.load(file, allow_pickle=True)["data"].item() for file in files)
-        parts.append(Client(train["x"], train["y"], test["x"], test["y"]).part(share))
+        parts.append(Client(train["x"], train["y"], test["x"], test["y"]).part(SHARE))
     return parts
 
 

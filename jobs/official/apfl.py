@@ -8,8 +8,9 @@ import numpy as np
 from torch import Tensor
 
 from jobs.official import runs
-from jobs.official.fedrep import DECAY, KEPT, LR, MODEL, MOMENTUM, personal_models, rows_of, their_script
+from jobs.official.fedrep import DECAY, KEPT, LR, MODEL, MOMENTUM, rows_of, their_script
 from jobs.official.page import table
+from jobs.official.pfllib import personal_rows
 from jobs.official.runs import Course, Data
 
 EPOCHS = 3
@@ -53,9 +54,7 @@ def theirs(checkout: Path, data: Data, start_P: Tensor, how: How, cohorts: Seque
 
 def ours(data: Data, seed: int, alpha: float, fraction: float) -> Course:
     local = {"epochs": EPOCHS, "batch_size": None, "lr": LR}
-    return runs.ours(
-        data, seed, KEPT, {"apfl": {"alpha": alpha}}, MODEL, local, fraction=fraction, rows=personal_models
-    )
+    return runs.ours(data, seed, KEPT, {"apfl": {"alpha": alpha}}, MODEL, local, fraction=fraction, rows=personal_rows)
 
 
 HEAD = f"""## APFL

@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils import vector_to_parameters
 from torch.utils.data import TensorDataset
 
 from jobs.official import runs
 from jobs.official.pacfl import TEST, TRAIN, two_labels
 from jobs.official.page import table
+from jobs.official.pfllib import personal_rows
 from jobs.official.runs import Course, Data, compared, modules, quiet, replaced, stand_in
 
 LR, MOMENTUM, DECAY = 0.1, 0.5, 1e-4  # MOMENTUM, DECAY: theirs, in the text of their optimisers
@@ -166,18 +167,12 @@ def theirs(checkout: Path, data: Data, start_P: Tensor, how: How, cohorts: Seque
     return their_script(checkout / "main_fedrep.py", data, start_P, cohorts, options, changes, updates)
 
 
-def personal_models(result: Any) -> Tensor:
-    """The models (clients, P) with which the clients predict."""
-    models = [result.trained.personal_model(client) for client in range(CLIENTS)]
-    return torch.stack([parameters_to_vector(model.parameters()).detach() for model in models])
-
-
 def ours(data: Data, seed: int, name: str, fraction: float) -> Course:
     fedrep = name == "fedrep"
     method = {name: {"head_epochs": HEAD_EPOCHS} if fedrep else {}}
     local = {"epochs": 1 if fedrep else EPOCHS, "batch_size": None, "lr": LR}
     local |= {"momentum": MOMENTUM, "weight_decay": DECAY}
-    return runs.ours(data, seed, KEPT, method, MODEL, local, fraction=fraction, rows=personal_models)
+    return runs.ours(data, seed, KEPT, method, MODEL, local, fraction=fraction, rows=personal_rows)
 
 
 HEAD = f"""## FedRep
