@@ -7,6 +7,7 @@ import io
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import closing, suppress
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ import numpy as np
 import PIL
 from PIL import ExifTags, Image, ImageCms, ImageFile, UnidentifiedImageError
 
-from cfl_ray.data.data_set import Progress
+from cfl_ray.data.data_set import DataSet, Progress
 from cfl_ray.data.reading import reason as reason_of
 from cfl_ray.errors import DataError
 from cfl_ray.system.mapped import mapped_array
@@ -264,6 +265,11 @@ class Decoder:
         x = np.asarray(drawn)
         x = x[None] if x.ndim == 2 else x.transpose(2, 0, 1)
         return Pixels(x[:1] if is_grey else x[:3], alpha, 8)
+
+    def with_report(self, data_set: DataSet, what: str) -> DataSet:
+        """The data set of the decoded images, with what `report` says and the version of their decoding."""
+        notes, warnings = self.report(what)
+        return replace(data_set, notes=tuple(notes), warnings=(*data_set.warnings, *warnings), decoding=self.version)
 
     def report(self, what: str) -> tuple[list[str], list[str]]:
         """(notes, warnings) on the images that were decoded. what: name of the data."""

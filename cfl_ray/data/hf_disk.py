@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+from PIL import Image
 
 from cfl_ray.data.table_files import plain_table
 from cfl_ray.errors import DataError, did_you_mean
 
 STATE, INFO, PARTS = "state.json", "dataset_info.json", "dataset_dict.json"
+_OTHER_MEDIA = ("Audio", "Video", "Pdf", "Nifti", "Mesh", "Translation", "TranslationVariableLanguages")
 _AGAIN = "load it with the package datasets and save it again (datasets.load_from_disk(...).save_to_disk(...))"
 
 
@@ -175,3 +177,27 @@ def common_class_names(parts: list[SavedDataset], column: str) -> tuple[str, ...
                 f"test.cast_column({column!r}, train.features[{column!r}])"
             )
     return names[0]
+
+
+def check_kind(parts: list[SavedDataset], column: str) -> None:
+    """Raises DataError if the inputs are sounds, videos or other media that are not read."""
+    for part in parts:
+        if (kind := part.kind_of(column)) in _OTHER_MEDIA:
+            raise DataError(
+                f"{part.folder}: input column {column!r} is {kind}, which is not read; set data.columns.image to "
+                "images or lists of numbers"
+            )
+
+
+def common_mode(parts: list[SavedDataset], column: str) -> str | None:
+    """The mode of Pillow to which all parts convert their images; None: their own."""
+    first, *others = [part.mode_of(column) for part in parts]
+    for part, mode in zip(parts[1:], others, strict=True):
+        if mode != first:
+            raise DataError(
+                f"{part.folder}: input column {column!r} has images of mode {mode}, {parts[0].folder} of {first}; cast "
+                f"one part, test.cast_column({column!r}, train.features[{column!r}])"
+            )
+    if first is not None and first not in Image.MODES:
+        raise DataError(f"{parts[0].folder}: input column {column!r} has the unknown mode {first!r} of images")
+    return first

@@ -4,7 +4,7 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -66,9 +66,7 @@ def read_parquet(
     )
     num_validation = sum(_open(file, labels).metadata.num_rows for file in validation)
     data_set = data_set_of(parts, inputs, columns, num_classes=num_classes, dense=dense, num_validation=num_validation)
-    notes, warnings = decoder.report(parts[0][0])
-    warnings = [*data_set.warnings, *warnings]
-    return replace(data_set, notes=tuple(notes), warnings=tuple(warnings), decoding=decoder.version)
+    return decoder.with_report(data_set, parts[0][0])
 
 
 def _columns_of(files: list[Path], names: list[str]) -> Named:
@@ -295,33 +293,25 @@ def read_folders(
     `clients.csv` in the training folder, with columns file (path below the folder) and client, names the client of each
     image. raw: reads the files. transparency: as in `Decoder`.
     """
+    others = [listing for listing in (test, validation) if listing is not None]
+    _check_labels(train, others)
     paths = train.paths
     decoder = Decoder(transparency).first(raw.read(paths[0]), paths[0])
     if not pixels:  # an image of each class and suffix stands for all, so that a summary is quick
         for path in {(label, _suffix(path)): path for label, path in zip(train.labels, paths, strict=True)}.values():
             decoder.look(raw.read(path), path)
+    label_of = {name: label for label, name in enumerate(train.classes)}
 
     def part(*listings: Listing) -> tuple[np.ndarray, np.ndarray]:
-        for listing in listings:
-            if unknown := sorted(set(listing.classes) - set(train.classes)):
-                known = ", ".join(train.classes)
-                raise DataError(
-                    f"{listing.folder}: class {unknown[0]!r} has no training image; the classes are {known}"
-                )
         contents = ((raw.read(path), path, _suffix(path)) for listing in listings for path in listing.paths)
-        label_of = {name: label for label, name in enumerate(train.classes)}
         y = np.array([label_of[name] for listing in listings for name in listing.labels], np.int16)
         return decoder.all(contents, len(y), pixels, progress), y
 
-    if len(train.classes) > MAX_LABEL + 1:
-        raise DataError(
-            f"{train.folder} has {len(train.classes)} class folders, at most {MAX_LABEL + 1} can be classes"
-        )
     x, y = part(train)
-    others = [listing for listing in (test, validation) if listing is not None]
     test_x, test_y = part(*others) if others else (None, None)
     client, of_clients = _clients(train, raw)
-    notes, warnings = decoder.report(str(train.folder)) if pixels else ([], [])
+    notes, of_images = decoder.report(str(train.folder)) if pixels else ([], [])
+    of_folders = [line for listing in (train, *others) for line in listing.warnings]
     return DataSet(
         x,
         y,
@@ -332,16 +322,22 @@ def read_folders(
         client=client,
         class_names=tuple(train.classes),
         notes=tuple(notes),
-        warnings=(
-            *train.warnings,
-            *(line for listing in others for line in listing.warnings),
-            *_order(train),
-            *warnings,
-            *of_clients,
-        ),
+        warnings=(*of_folders, *_order(train), *of_images, *of_clients),
         decoding=decoder.version,
         num_validation=0 if validation is None else len(validation.names),
     )
+
+
+def _check_labels(train: Listing, others: list[Listing]) -> None:
+    """Raises DataError for too many classes, and for a class of another part without training images."""
+    if len(train.classes) > MAX_LABEL + 1:
+        raise DataError(
+            f"{train.folder} has {len(train.classes)} class folders, at most {MAX_LABEL + 1} can be classes"
+        )
+    for listing in others:
+        if unknown := sorted(set(listing.classes) - set(train.classes)):
+            known = ", ".join(train.classes)
+            raise DataError(f"{listing.folder}: class {unknown[0]!r} has no training image; the classes are {known}")
 
 
 def _order(listing: Listing) -> list[str]:

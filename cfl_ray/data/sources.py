@@ -41,7 +41,6 @@ from cfl_ray.data.data_set import DataSet, Progress, Source, find, roots
 from cfl_ray.data.hf_disk import saved_dataset
 from cfl_ray.data.raw_files import RawFiles
 from cfl_ray.data.reading import reading, reason
-from cfl_ray.data.table_files import CsvFormat
 from cfl_ray.data.tables import read_npz
 from cfl_ray.errors import DataError, did_you_mean
 from cfl_ray.system.files import sha256_once
@@ -484,10 +483,9 @@ def csv(data: CsvConfig, targets: str = "class") -> Source:
     train, test, validation = _parts(data, [""], ["*.csv"], "csv", get)
     files = (*train, *test, *validation)
     digests = [sha256_once(file) for file in files]  # an edited table may have the same size
-    written, dense = CsvFormat(data.delimiter, data.encoding, data.decimal), data.labels == "dense"
 
     def read(pixels: bool, progress: Progress | None) -> DataSet:
-        return tables.read_csv(train, test, data.columns, targets, written, dense, validation)
+        return tables.read_csv(train, test, validation, data, targets)
 
     return Source(files, _warned(read, [*_held_out(train), *_copied(files, digests)]), " ".join(digests))
 
@@ -522,9 +520,7 @@ def hf_disk(data: HfDiskConfig, targets: str = "class") -> Source:
     files = [file for part in parts for file in (*part.files, *part.descriptions)]
     return Source(
         tuple(files),
-        lambda pixels, progress: tables.read_hf(
-            train, test, data.columns, data.vocabulary, targets, data.transparency, data.labels == "dense", validation
-        ),
+        lambda pixels, progress: tables.read_hf(train, test, validation, data, targets),
         decodes=True,
     )
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from PIL import Image
 
 from cfl_ray.config import ColumnsConfig
+from cfl_ray.config.data import CsvConfig, HfDiskConfig
 from cfl_ray.data import hf_disk
 from cfl_ray.data.array_checks import (
     DENSE,
@@ -42,7 +42,7 @@ from cfl_ray.data.columns import (
 from cfl_ray.data.data_set import DataSet
 from cfl_ray.data.decoding import Decoder
 from cfl_ray.data.index_columns import FEWEST, counting_columns, index_columns
-from cfl_ray.data.table_files import COMMON, FILENAME, CsvFormat, read_rows, with_filenames
+from cfl_ray.data.table_files import FILENAME, CsvFormat, read_rows, with_filenames
 from cfl_ray.errors import DataError, did_you_mean
 
 
@@ -71,17 +71,9 @@ def read_npz(file: Path, required: Sequence[str], optional: Sequence[str] | None
     return arrays
 
 
-def read_csv(
-    train: list[Path],
-    test: list[Path],
-    columns: ColumnsConfig,
-    targets: str = "class",
-    csv: CsvFormat = COMMON,
-    dense: bool = False,
-    validation: Sequence[Path] = (),
-) -> DataSet:
+def read_csv(train: list[Path], test: list[Path], validation: list[Path], data: CsvConfig, targets: str) -> DataSet:
     """The samples of CSV or Parquet files. Inputs are float32 (n, F), a number for each feature column."""
-    test = [*test, *validation]
+    columns, csv, test = data.columns, CsvFormat(data.delimiter, data.encoding, data.decimal), [*test, *validation]
     labels = label_names(columns.label)
     ids = [name for name in (columns.client, columns.group) if name is not None]
     as_text = labels if targets == "class" else []
@@ -107,6 +99,7 @@ def read_csv(
     features, warnings = _features(parts[0], [tables[file] for file in train], columns, sorted(left_out))
     inputs = (np.stack([float32_column(part, name, csv.decimal, warnings) for name in features], 1) for part in parts)
     num_validation = sum(tables[file].num_rows for file in validation)
+    dense = data.labels == "dense"
     data_set = data_set_of(parts, inputs, columns, targets=targets, dense=dense, num_validation=num_validation)
     if not columns.features:
         warnings += _label_copies(parts[0][0], features, data_set)
@@ -204,65 +197,36 @@ def _label_copies(name: str, features: list[str], data_set: DataSet) -> list[str
     ]
 
 
-def read_hf(
-    train: Path,
-    test: Path | None,
-    columns: ColumnsConfig,
-    vocabulary: int | None,
-    targets: str = "class",
-    transparency: str = "white",
-    dense: bool = False,
-    validation: Path | None = None,
-) -> DataSet:
+def read_hf(train: Path, test: Path | None, validation: Path | None, data: HfDiskConfig, targets: str) -> DataSet:
     """The samples of data sets that `Dataset.save_to_disk` wrote into these folders.
 
-    The input column contains images, or lists of equal length: of numbers, or of token ids if `vocabulary` is given.
+    The input column contains images, or lists of equal length: of numbers, or of token ids if the section has a
+    vocabulary.
     """
+    columns = data.columns
     saved = [hf_disk.saved_dataset(folder) for folder in (train, test, validation) if folder is not None]
-    for part in saved:
-        if (kind := part.kind_of(columns.image)) in _OTHER_MEDIA:
-            raise DataError(
-                f"{part.folder}: input column {columns.image!r} is {kind}, which is not read; set data.columns.image "
-                "to images or lists of numbers"
-            )
+    hf_disk.check_kind(saved, columns.image)
     ids = [name for name in (columns.client, columns.group) if name is not None]
     tables = [part.tables() for part in saved]
     parts = [concatenated(saved[0].files, tables[0], text=ids)]
     if len(saved) > 1:
         files = [file for part in saved[1:] for file in part.files]
         parts.append(concatenated(files, [table for of_part in tables[1:] for table in of_part], text=ids))
-    num_validation = 0 if validation is None else sum(table.num_rows for table in tables[-1])
     class_names: tuple[str, ...] = ()
     if targets == "class" and isinstance(columns.label, str):
         class_names = hf_disk.common_class_names(saved, columns.label)
-    modes = [part.mode_of(columns.image) for part in saved]
-    if len(set(modes)) > 1:
-        raise DataError(
-            f"{saved[1].folder}: input column {columns.image!r} has images of mode {modes[1]}, {saved[0].folder} of "
-            f"{modes[0]}; cast one part, test.cast_column({columns.image!r}, train.features[{columns.image!r}])"
-        )
-    if modes[0] is not None and modes[0] not in Image.MODES:
-        raise DataError(
-            f"{saved[0].folder}: input column {columns.image!r} has the unknown mode {modes[0]!r} of images"
-        )
-    decoder = Decoder(transparency, modes[0])
-    inputs = (_lists_or_images(part, columns.image, vocabulary, decoder) for part in parts)
+    decoder = Decoder(data.transparency, hf_disk.common_mode(saved, columns.image))
     data_set = data_set_of(
         parts,
-        inputs,
+        (_lists_or_images(part, columns.image, data.vocabulary, decoder) for part in parts),
         columns,
-        vocabulary,
+        data.vocabulary,
         targets,
-        dense=dense,
+        dense=data.labels == "dense",
         class_names=class_names,
-        num_validation=num_validation,
+        num_validation=0 if validation is None else sum(table.num_rows for table in tables[-1]),
     )
-    notes, warnings = decoder.report(parts[0][0])
-    warnings = [*data_set.warnings, *warnings]
-    return replace(data_set, notes=tuple(notes), warnings=tuple(warnings), decoding=decoder.version)
-
-
-_OTHER_MEDIA = ("Audio", "Video", "Pdf", "Nifti", "Mesh", "Translation", "TranslationVariableLanguages")
+    return decoder.with_report(data_set, parts[0][0])
 
 
 def data_set_of(
@@ -295,20 +259,8 @@ def data_set_of(
     named = [(f"{file}: column {columns.label!r}", y) for (file, _), y in zip(parts, labels, strict=True)]
     num_classes = num_outputs(num_classes, named, targets, vocabulary)
     warnings += label_warnings(named[0][0], labels[0], num_classes, DENSE) if targets == "class" else []
-    client = None if columns.client is None else ids_of(parts[0], columns.client, "client")
-    if client is not None:
-        warnings += alike_warnings(f"{parts[0][0]}: column {columns.client!r}", client, "client")
-    validated = None if client is None or not num_validation else _validated_clients(parts, columns, num_validation)
-    if client is not None and validated is not None and (count := int((~np.isin(validated, client)).sum())):
-        warnings.append(
-            f"{parts[1][0]}: {count} of {num_validation} validation samples are left out, since their clients have no "
-            "training sample"
-        )
-    group = test_group = None
-    if (name := columns.group) is not None:
-        values = [ids_of(part, name, "group") for part in parts if part is parts[0] or name in part[1].column_names]
-        warnings += alike_warnings(f"{parts[0][0]}: column {name!r}", values[0], "group")
-        group, test_group = groups_of(values[0], values[1] if len(values) == 2 else None, f"{parts[-1][0]}: {name!r}")
+    client, validated = _clients(parts, columns.client, num_validation, warnings)
+    group, test_group = _groups(parts, columns.group, warnings)
     time = None if columns.time is None else ranks_in_time(parts[0], columns.time)
     x, *test_x = inputs
     for what, (train, *test) in {"inputs": [x, *test_x], "targets": labels}.items():
@@ -316,7 +268,7 @@ def data_set_of(
             raise DataError(
                 f"{parts[1][0]} holds {what} of shape {shape}, {parts[0][0]} of {train.shape[1:]}; they must agree"
             )
-    warnings += copied_tokens(f"{parts[0][0]}: column {columns.label!r}", x, labels[0], targets)
+    warnings += copied_tokens(named[0][0], x, labels[0], targets)
     return DataSet(
         x,
         labels[0],
@@ -352,12 +304,33 @@ def _classes_of(
     return labels, words, class_names
 
 
-def _validated_clients(parts: list[Named], columns: ColumnsConfig, count: int) -> np.ndarray | None:
-    """The client of each sample of the validation part, the last `count` rows; None without a column of clients."""
-    name, table = parts[1]
-    if columns.client is None or columns.client not in table.column_names:
-        return None
-    return ids_of((name, table.slice(table.num_rows - count)), columns.client, "client")
+def _clients(
+    parts: list[Named], column: str | None, num_validation: int, warnings: list[str]
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """The client of each training sample, and of each validation sample; None: they are not known."""
+    if column is None:
+        return None, None
+    client = ids_of(parts[0], column, "client")
+    warnings += alike_warnings(f"{parts[0][0]}: column {column!r}", client, "client")
+    name, table = parts[-1]
+    if not num_validation or column not in table.column_names:
+        return client, None
+    validated = ids_of((name, table.slice(table.num_rows - num_validation)), column, "client")
+    if count := int((~np.isin(validated, client)).sum()):
+        warnings.append(
+            f"{name}: {count} of {num_validation} validation samples are left out, since their clients have no "
+            "training sample"
+        )
+    return client, validated
+
+
+def _groups(parts: list[Named], column: str | None, warnings: list[str]) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """The true group of each training sample, and of each test sample; None: they are not known."""
+    if column is None:
+        return None, None
+    values = [ids_of(part, column, "group") for part in parts if part is parts[0] or column in part[1].column_names]
+    warnings += alike_warnings(f"{parts[0][0]}: column {column!r}", values[0], "group")
+    return groups_of(values[0], values[1] if len(values) == 2 else None, f"{parts[-1][0]}: {column!r}")
 
 
 def _lists_or_images(part: Named, column: str, vocabulary: int | None, decoder: Decoder) -> np.ndarray:
