@@ -147,60 +147,78 @@ def _written_or_reused(
     Shards of other raw data stay, since earlier runs may need them. converts: whether changed raw data are converted;
     if not, they raise DataError.
     """
-    indices = [DigestIndex(parent.local or cache_folder() / "raw", files.root) for files in raw.files]
-    for files, index in zip(raw.files, indices, strict=True):
+    indexed = [(files, DigestIndex(parent.local or cache_folder() / "raw", files.root)) for files in raw.files]
+    for files, index in indexed:
         files.recall(index)
-    folder, said, legacy, recipe = parent.child(name), [], False, {}
-    if (manifest := read_manifest(folder)) is not None:
-        recipe, first, what = raw.recipe(), folder, ""
-        legacy = "digests" in recipe and "digests" not in manifest.recipe
-        known = indices[0].shards.get(name) if legacy and indices else None
-        of_raw = {key: recipe.get(key) for key in _RAW}
-        if not _is_of_raw_data(manifest.recipe, recipe, known):
-            changed = [name for files, index in zip(raw.files, indices, strict=True) for name in files.other(index)]
-            what, legacy = f"the raw data have changed since {first.uri} was written{_listed(changed)}", False
-            folder = parent.child(f"{name}-{_hash(of_raw)[:8]}")
-            manifest = read_manifest(folder)
-        if manifest is not None:
-            anew = parent.child(f"{name}-{_hash(of_raw | {'decoding': DECODING})[:8]}")
-            is_unknown = legacy and known is None and raw.decodes
-            of_anew = (
-                read_manifest(anew) if is_unknown or manifest.recipe.get("decoding", DECODING) != DECODING else None
-            )
-            if of_anew is not None or not raw.is_decoded_alike(manifest.recipe, is_unknown, progress):
-                what, legacy = what or f"images of {first.uri} {_DECODED_BEFORE}", False
-                folder, manifest = anew, of_anew
-        if manifest is None and not converts:
+    place, said = _place_of(parent, name, raw, indexed, progress), []
+    recipe = place.recipe
+    if place.manifest is None:
+        if place.why and not converts:
             raise DataError(
-                f"{what}: runs on the new data cannot be compared with those before; to use them, run "
-                f"`cfl-ray prepare` with this config, which keeps the old shards, or delete {first.uri}"
+                f"{place.why}: runs on the new data cannot be compared with those before; to use them, run "
+                f"`cfl-ray prepare` with this config, which keeps the old shards, or delete {parent.child(name).uri}"
             )
-        if manifest is None:
-            said.append(f"{what}; converted anew into {folder.uri}")
-    if manifest is None:
+        said += [f"{place.why}; converted anew into {place.folder.uri}"] if place.why else []
         plan = raw.plan(progress)
         recipe = raw.recipe()
-        write_shards(folder.uri, plan, recipe | _decoding_of(plan), raw.data.normalize, progress)
-    said += _keep(raw, indices, name if legacy else None, recipe)
-    expected = {key: value for key, value in recipe.items() if not (legacy and key == "digests")}
-    federation = _reuse(folder, raw.data, expected, manifest)
-    federation.recipe |= recipe if legacy else {}
+        write_shards(place.folder.uri, plan, recipe | _decoding_of(plan), raw.data.normalize, progress)
+    said += _keep(indexed, name if place.has_no_digests else None, recipe)
+    expected = {key: value for key, value in recipe.items() if not (place.has_no_digests and key == "digests")}
+    federation = _reuse(place.folder, raw.data, expected, place.manifest)
+    federation.recipe |= recipe if place.has_no_digests else {}
     federation.said = tuple(said)
     return federation
 
 
-def _keep(raw: _RawData, indices: list[DigestIndex], legacy: str | None, recipe: dict[str, Any]) -> list[str]:
-    """Saves new digests in the indices; returns lines on shards that have none. legacy: the name of such shards."""
-    changed = [files.keep(index) for files, index in zip(raw.files, indices, strict=True)]
+_Indexed = list[tuple[RawFiles, DigestIndex]]  # the raw files whose digests are kept, with their indices
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The folder of the shards of some raw data."""
+
+    folder: Folder
+    manifest: ShardManifest | None  # None: the shards are to be written
+    recipe: dict[str, Any]  # of the raw data; empty if their digests were not needed to find the folder
+    why: str = ""  # the reason for which it is not the folder that is named by the config alone
+    has_no_digests: bool = False  # whether an earlier version wrote the shards, which recorded names and sizes only
+
+
+def _place_of(parent: Folder, name: str, raw: _RawData, indexed: _Indexed, progress: Progress | None) -> _Place:
+    """The folder `name` below `parent`; if it has shards of other raw data, or decoded otherwise, one beside it."""
+    first = folder = parent.child(name)
+    if (manifest := read_manifest(folder)) is None:
+        return _Place(folder, None, {})
+    recipe, why = raw.recipe(), ""
+    of_raw = {key: recipe.get(key) for key in _RAW}
+    has_no_digests = "digests" in recipe and "digests" not in manifest.recipe
+    known = indexed[0][1].shards.get(name) if has_no_digests and indexed else None
+    if not _is_of_raw_data(manifest.recipe, recipe, known):
+        changed = [file for files, index in indexed for file in files.other(index)]
+        why, has_no_digests = f"the raw data have changed since {first.uri} was written{_listed(changed)}", False
+        folder = parent.child(f"{name}-{_hash(of_raw)[:8]}")
+        if (manifest := read_manifest(folder)) is None:
+            return _Place(folder, None, recipe, why)
+    is_unknown = has_no_digests and known is None and raw.decodes
+    anew = parent.child(f"{name}-{_hash(of_raw | {'decoding': DECODING})[:8]}")
+    of_anew = read_manifest(anew) if is_unknown or manifest.recipe.get("decoding", DECODING) != DECODING else None
+    if of_anew is not None or not raw.is_decoded_alike(manifest.recipe, is_unknown, progress):
+        return _Place(anew, of_anew, recipe, why or f"images of {first.uri} {_DECODED_BEFORE}")
+    return _Place(folder, manifest, recipe, why, has_no_digests)
+
+
+def _keep(indexed: _Indexed, without: str | None, recipe: dict[str, Any]) -> list[str]:
+    """Saves new digests in the indices; returns lines on shards without digests. without: the name of such shards."""
+    changed = [files.keep(index) for files, index in indexed]
     said = []
-    if legacy is not None and indices and legacy not in indices[0].shards:
-        indices[0].shards[legacy], changed[0] = recipe["digests"], True
+    if without is not None and indexed and without not in (shards := indexed[0][1].shards):
+        shards[without], changed[0] = recipe["digests"], True
         said.append(
-            f"shards {legacy} are of an earlier version, which recorded names and sizes of the raw files, not their "
+            f"shards {without} are of an earlier version, which recorded names and sizes of the raw files, not their "
             "content; they are taken as made of these files, whose content is compared from now on. Delete the shards "
             "if the files have changed since"
         )
-    for index, is_new in zip(indices, changed, strict=True):
+    for (_, index), is_new in zip(indexed, changed, strict=True):
         if is_new and not index.save() and said:
             said.append(f"{index.file} cannot be written: changes of the content go unnoticed")
     return said
@@ -258,43 +276,60 @@ def describe(data: DataConfig, seed: int, targets: str = "class", protocol: str 
     """The sizes of the federation that `build` would return. Reads labels but no pixels, and writes nothing."""
     loaded = _loaded(data, seed, targets, protocol)
     if isinstance(loaded, Federation):
-        num_samples_N, shape, view = loaded.num_samples_N, loaded.shape, loaded.view
-        groups, test_sets, size = loaded.num_groups, loaded.num_test_sets(), 0
-        warnings, own_validation = loaded.warnings, loaded.validation is not None
-        on_test, on_validation = loaded.tested_on, loaded.validated_on
+        summary = _summary_of(loaded)
     else:
         plan = _plan(data, seed, _sources(data, loaded, targets), pixels=False, progress=None)
-        num_samples_N = np.array([len(client.train) for client in plan.clients])
-        shape, view = plan.data_set.data_shape, plan.view
-        groups = len({client.group for client in plan.clients if client.group >= 0})
-        test_sets, size = len(plan.test_sets), shard_bytes(plan)
-        scaling = Scaling(plan.data_set.scale, data.normalize, plan.data_set.vocabulary is not None)
-        own_validation = plan.validation_view is not None
-        on_test, on_validation = tested_on(view, test_sets, data.test.max_samples), ""
-        if plan.validation_view is not None:
-            sets = len(plan.validation_sets)
-            on_validation = validated_on(plan.validation_view, sets, data.test.max_samples)
-        warnings = [*_unused_tests(data, loaded), *plan.data_set.warnings, *layout_warnings(shape.input)]
-        warnings += scale_warnings(scaling.to_tensor(plan.data_set.train_x[plan.clients[0].train]))
-    trained_N = num_samples_N
-    if (share := data.validation) is not None and not own_validation:
-        of_training = ValidationShare(share.fraction, share.order, seed)
-        trained_N, on_validation = num_samples_N - of_training.counts(num_samples_N), of_training.in_words
-    samples = int(trained_N.min()), float(np.median(trained_N)), int(trained_N.max())
+        summary = _summary_of_plan(plan, data, _unused_tests(data, loaded))
+    if (share := data.validation) is None or summary.own_validation:
+        return summary
+    of_training = ValidationShare(share.fraction, share.order, seed)
+    trained_N = summary.num_samples_N - of_training.counts(summary.num_samples_N)
+    return replace(summary, samples=_fewest_median_most(trained_N), validated_on=of_training.in_words)
+
+
+def _summary_of(federation: Federation) -> FederationSummary:
     return FederationSummary(
-        clients=len(num_samples_N),
-        samples=samples,
-        groups=groups,
-        shape=shape,
-        test_sets=test_sets,
-        view=view,
-        tested_on=on_test,
-        validated_on=on_validation,
-        bytes=size,
+        clients=federation.num_clients,
+        samples=_fewest_median_most(federation.num_samples_N),
+        groups=federation.num_groups,
+        shape=federation.shape,
+        test_sets=federation.num_test_sets(),
+        view=federation.view,
+        tested_on=federation.tested_on,
+        validated_on=federation.validated_on,
+        bytes=0,
+        num_samples_N=federation.num_samples_N,
+        own_validation=federation.validation is not None,
+        warnings=tuple(federation.warnings),
+    )
+
+
+def _summary_of_plan(plan: FederationPlan, data: DataConfig, warnings: list[str]) -> FederationSummary:
+    """The summary of a plan without pixels. warnings: on the source, which come first."""
+    data_set, most = plan.data_set, data.test.max_samples
+    num_samples_N = np.array([len(client.train) for client in plan.clients])
+    scaling = Scaling(data_set.scale, data.normalize, data_set.vocabulary is not None)
+    warnings = [*warnings, *data_set.warnings, *layout_warnings(data_set.shape)]
+    warnings += scale_warnings(scaling.to_tensor(data_set.train_x[plan.clients[0].train]))
+    view = plan.validation_view
+    return FederationSummary(
+        clients=len(plan.clients),
+        samples=_fewest_median_most(num_samples_N),
+        groups=len({client.group for client in plan.clients if client.group >= 0}),
+        shape=data_set.data_shape,
+        test_sets=len(plan.test_sets),
+        view=plan.view,
+        tested_on=tested_on(plan.view, len(plan.test_sets), most),
+        validated_on="" if view is None else validated_on(view, len(plan.validation_sets), most),
+        bytes=shard_bytes(plan),
         num_samples_N=num_samples_N,
-        own_validation=own_validation,
+        own_validation=view is not None,
         warnings=tuple(warnings),
     )
+
+
+def _fewest_median_most(num_samples_N: np.ndarray) -> tuple[int, float, int]:
+    return int(num_samples_N.min()), float(np.median(num_samples_N)), int(num_samples_N.max())
 
 
 def _loaded(data: DataConfig, seed: int, targets: str, protocol: str | None = None) -> Federation | Source | None:
