@@ -215,6 +215,17 @@ class ClientExchanges:
         self.stats.traffic.up_bits += up * clients
         return averaging, secure
 
+    def _count_results(self, work: Train, private: Columns | None) -> None:
+        """Counts what clients upload after local training, but for masked models, which `_averaging` counts."""
+        sends_models = work.averaging is not None or work.defer_aggregation
+        if sends_models and self._protection.masks is None:
+            self._count_upload(self.spec.sent() - (self.spec.sent(private) if private else 0))
+        elif work.features is not None:
+            self._count_upload(self.spec.sent(work.features.columns))
+        self._count_upload(sum(lengths(work.program, "uploads", self.spec).values()))
+        # once for all models of a client
+        self.stats.traffic.up_bits += 32 * sum(work.reports.values()) * work.num_clients
+
     def _updates(
         self,
         outcome: Outcome,

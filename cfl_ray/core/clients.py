@@ -237,30 +237,23 @@ class Clients(ClientExchanges):
         work, averaging, secure = self._training(start, how, local), None, None
         if average is not None:
             averaging, secure = self._averaging(average, work.address, private, work.models_per_client)
-        sizes = lengths(how.program, "uploads", self.spec)
         self._check_uploads(how.program, averaging)
         rule = None if averaging is None or isinstance(self.aggregation, Mean) else self.aggregation
-        clients = len(self) // work.models_per_client
+        summed = averaging if rule is None else None  # a rule needs the results, not their sums
         work = replace(
             work,
             client_state=client_state,
-            averaging=averaging.with_uploads(sizes) if averaging is not None and rule is None else None,
+            averaging=summed and summed.with_uploads(lengths(how.program, "uploads", self.spec)),
             secure=secure,
             features=features,
-            defer_aggregation=defer_aggregation or rule is not None,  # a rule needs the results, not their sums
-            deferred_cuts=range_cuts(self.aggregation, self.spec.size, client_state, clients),
+            defer_aggregation=defer_aggregation or rule is not None,
+            deferred_cuts=range_cuts(self.aggregation, self.spec.size, client_state, work.num_clients),
             upload_distances=isinstance(self.aggregation, ClippingRule),
             clip=self._protection.clip(self.spec, private),
             local_test_samples=self.local_test_samples if keeps else 0,
             local_parts=self.local_parts,
         )
-        sends_models = averaging is not None or defer_aggregation
-        if sends_models and self._protection.masks is None:  # `_averaging` counts masked uploads
-            self._count_upload(self.spec.sent() - (self.spec.sent(private) if private else 0))
-        elif features is not None:
-            self._count_upload(self.spec.sent(features.columns))
-        self._count_upload(sum(sizes.values()))
-        self.stats.traffic.up_bits += 32 * sum(work.reports.values()) * clients  # once for all models of a client
+        self._count_results(work, private)
         outcome = self._run(work)
         if features is not None:
             outcome = self._protection.noisy_features(outcome, self.ids_M, work.address)

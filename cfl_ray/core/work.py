@@ -358,6 +358,11 @@ class Work:
         """Models that a client trains: its id is repeated that often in `ids_M`, and its models stay in one chunk."""
         return 1
 
+    @property
+    def num_clients(self) -> int:
+        """Number of clients, each counted once for all its models."""
+        return len(self.ids_M) // self.models_per_client
+
     def keys_of(self, ids_m: np.ndarray, index_m: np.ndarray) -> np.ndarray:
         """Keys, int64 (m,), of the results of the entries at these positions: id * K + k for model k of K."""
         return ids_m * self.models_per_client + index_m % self.models_per_client

@@ -21,8 +21,7 @@ class InProcessBackend(KeepsClientStates):
     def run(self, work: Work) -> Outcome:
         self.client_states.begin(work)
         sums, results = HostSums(), []
-        clients = len(work.ids_M) // work.models_per_client
-        chunks = chunks_of(work, chunk_size(clients, self.worker.engine, self.one_by_one))
+        chunks = chunks_of(work, chunk_size(work.num_clients, self.worker.engine, self.one_by_one))
         inputs = ((part := work.take(chunk.index_m), chunk.index_m, self._stored(part)) for chunk in chunks)
         for result, kept in self.worker.run_all(inputs, lambda table, row: work.tables[table][row], sums):
             keys = work.keys_of(work.ids_M[result.index_m], result.index_m).tolist()

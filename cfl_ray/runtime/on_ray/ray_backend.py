@@ -199,8 +199,7 @@ class Exchange:
         """The chunks, without the clients that took too long earlier in this stage."""
         work, late, choice = self.work, list[int](), self.backend.pool.choice
         assert choice is not None
-        clients = len(work.ids_M) // work.models_per_client
-        size = chunk_size(clients, choice.engine, bool(self.setup.experiment.runtime.clients_per_host))
+        size = chunk_size(work.num_clients, choice.engine, bool(self.setup.experiment.runtime.clients_per_host))
         num_samples_M = self.setup.federation.num_samples_N[work.ids_M] if work.is_per_client else None
         chunks = chunks_of(work, size, num_samples_M)
         if self.backend.late and work.is_per_client:
