@@ -13,9 +13,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from cfl_ray.config import Experiment
-from cfl_ray.config.data import NOT_IN_RECIPE
-from cfl_ray.config.unused import unused_keys
 from cfl_ray.errors import NotReproduced, RunStopped, class_and_text
 from cfl_ray.errors.redaction import redact
 from cfl_ray.lifecycle.load import load_trained
@@ -28,7 +25,7 @@ from cfl_ray.results.kept_code import kept_code
 from cfl_ray.results.recorded_runs import FoundRun, recorded_result
 from cfl_ray.results.reporting import report_at_the_end
 from cfl_ray.results.results import MethodResult, Results, divergence
-from cfl_ray.results.run_record import content_params
+from cfl_ray.results.run_record import params_of
 from cfl_ray.results.study_folder import is_finished
 from cfl_ray.results.trained import TrainedMethod
 from cfl_ray.results.verification import verify
@@ -39,8 +36,8 @@ from cfl_ray.setup.scheduled_changes import ignored_events
 from cfl_ray.setup.setup import Setup
 from cfl_ray.system.signals import raise_interrupt
 from cfl_ray.system.threads import one_thread
-from cfl_ray.tracking import RoundRecord, RunInfo, RunLog, flatten, new_trackers, resolve_uri
-from cfl_ray.tracking.record import NEUTRAL, OFF, EndStatus, metric_names, primary_of, validation_metric
+from cfl_ray.tracking import RoundRecord, RunInfo, RunLog, new_trackers, resolve_uri
+from cfl_ray.tracking.record import OFF, EndStatus, metric_names, primary_of, validation_metric
 
 _logger = logging.getLogger(__name__)
 
@@ -281,32 +278,6 @@ class Driver:
             tags |= {"label": study.method, "setting": study.setting, "study": study.root.name}
             return RunInfo(f"{study.setting}, {study.method}, seed {experiment.seed}", method.name, tags, params)
         return RunInfo(f"{experiment.name}, {full_label(method)}, {when}", method.name, tags, params)
-
-
-def params_of(experiment: Experiment) -> dict[str, str]:
-    """The keys that have an effect on a run, for comparisons of runs; all keys are in its config.yaml.
-
-    Left out are keys without effect (`unused_keys`), values that turn something off (`OFF`, and defaults in `NEUTRAL`),
-    the section tracking, places of data and results, and of evaluation and runtime the keys that have their defaults.
-    `content.KEY` is a checksum of the file that KEY names.
-    """
-    values, defaults = flatten(experiment.to_dict()), _defaults()
-    of_data = {f"data.{key}" for key in (*NOT_IN_RECIPE, *experiment.data.later_defaults)}
-    without = {"name", "output", *of_data, *unused_keys(experiment)}
-    return {
-        key: value
-        for key, value in values.items()
-        if value not in OFF
-        and (value not in NEUTRAL or value != defaults.get(key, value))
-        and key not in without
-        and not key.startswith("tracking.")
-        and not (key.startswith(("evaluation.", "runtime.")) and value == defaults.get(key))
-    } | content_params(experiment)
-
-
-@cache
-def _defaults() -> Mapping[str, str]:
-    return flatten(Experiment().to_dict())
 
 
 def _comparison(results: Mapping[str, MethodResult]) -> dict[str, float]:

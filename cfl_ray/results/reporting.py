@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from cfl_ray.results.arrow_log import read_client_metrics, read_reassignments
 from cfl_ray.results.published import load_published
 from cfl_ray.results.recorded_runs import FoundRun, find_runs, recorded_methods, say_code
 from cfl_ray.results.results import RECOVERY_METRICS, MethodResult
+from cfl_ray.results.run_record import default_params
 from cfl_ray.results.study_folder import is_finished
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.setup.criterion import Criterion
@@ -351,53 +353,61 @@ def _groups(directory: Path) -> PerClient:
 def run_info(runs: Sequence[FoundRun], methods: Mapping[str, Sequence[MethodRun]], groups: PerClient) -> dict[str, str]:
     """Data, model, training, rounds, seeds, hosts and commit of the runs, as far as they are known."""
     first = min(runs, key=lambda run: run.experiment.seed)
-    experiment = first.experiment
-    settings, defaults = _shared_settings(runs), flatten(Experiment().to_dict())
-
-    def is_set(key: str) -> bool:
-        """Whether a key has a value other than its default; in a section that is null by default, than nothing."""
-        value = settings[key]
-        return value != defaults.get(key) and not (value == "null" or (key not in defaults and value in OFF | NEUTRAL))
-
-    def section(prefix: str, always: Sequence[str] = (), without: Sequence[str] = ()) -> str:
-        keys = [key for key in settings if key.startswith(prefix) and not key.startswith(tuple(without))]
-        chosen = [key for key in keys if key in always or is_set(key)]
-        chosen.sort(key=lambda key: (key not in always, keys.index(key)))
-        return ", ".join(f"{key.removeprefix(prefix)} {settings[key]}" for key in chosen)
-
+    settings, recorded = _shared_settings(runs), _recorded(first.directory)
+    section = partial(_section, settings)
     apart = ("data.shift.", "data.partition.", "data.test.", "data.root", "data.download", "data.shards", "data.source")
-    scored = [len(run.scores.get("client", ())) for of_method in methods.values() for run in of_method]
-    clients = max([*scored, len(groups), experiment.data.known_clients or 0])
-    true_groups = f", {counted(len(groups.sizes), 'true group')}" if groups else ""
-    recorded = _recorded(first.directory)
-    seeds = sorted({run.experiment.seed for run in runs})
-    with_options = [
-        label if method is None else full_label(method)
-        for run in runs
-        for label, method in recorded_methods(run.directory, run.experiment).items()
-    ]
-    settings_in_words = {
+    in_words = {
         "data": ", ".join(filter(None, [settings["data.source"], section("data.", without=apart)])),
         "groups differ by": section("data.shift.", ["data.shift.kind"]),
         "partition": section("data.partition.", ["data.partition.kind"]),
-        "clients": f"{clients}{true_groups}" if clients else "",
+        "clients": _clients_in_words(first.experiment, methods, groups),
         "test data": section("data.test."),
         "model": section("model.", ["model.name"]),
         "task": settings.get("task") or section("task."),
         "local training": section("local.", ["local.epochs", "local.batch_size", "local.lr"]),
         "cohort": section("cohort.", ["cohort.fraction"]),
         "attack": section("attack."),
-        "schedule": "; ".join(map(_event_in_words, experiment.schedule)),
+        "schedule": "; ".join(map(_event_in_words, first.experiment.schedule)),
         "evaluation": section("evaluation."),
         "stopping": section("stopping."),
         "models kept": section("keep."),
         "rounds": settings["rounds"],
-        "seeds": ", ".join(map(str, seeds)),
-        "methods": ", ".join(dict.fromkeys(with_options)),
+        "seeds": ", ".join(map(str, sorted({run.experiment.seed for run in runs}))),
+        "methods": ", ".join(dict.fromkeys(label for run in runs for label in _labels(run))),
         "hosts": ", ".join(recorded[key] for key in ("hosts", "device", "engine") if key in recorded),
         "commit": recorded.get("git_commit", ""),
     }
-    return {name: redact(value) for name, value in settings_in_words.items() if value}
+    return {name: redact(value) for name, value in in_words.items() if value}
+
+
+def _section(settings: dict[str, str], prefix: str, always: Sequence[str] = (), without: Sequence[str] = ()) -> str:
+    """The settings of a section: those in `always`, then others with a value other than their default.
+
+    In a section that is null by default, they have a value other than nothing.
+    """
+    defaults = default_params()
+
+    def is_set(key: str) -> bool:
+        value = settings[key]
+        return value != defaults.get(key) and not (value == "null" or (key not in defaults and value in OFF | NEUTRAL))
+
+    keys = [key for key in settings if key.startswith(prefix) and not key.startswith(tuple(without))]
+    first, others = [key for key in keys if key in always], [key for key in keys if key not in always and is_set(key)]
+    return ", ".join(f"{key.removeprefix(prefix)} {settings[key]}" for key in (*first, *others))
+
+
+def _clients_in_words(experiment: Experiment, methods: Mapping[str, Sequence[MethodRun]], groups: PerClient) -> str:
+    """The numbers of clients and of true groups; empty if that of clients is not known."""
+    scored = [len(run.scores.get("client", ())) for of_method in methods.values() for run in of_method]
+    clients = max([*scored, len(groups), experiment.data.known_clients or 0])
+    true_groups = f", {counted(len(groups.sizes), 'true group')}" if groups else ""
+    return f"{clients}{true_groups}" if clients else ""
+
+
+def _labels(run: FoundRun) -> list[str]:
+    """The methods of a run, with their options as far as these are known."""
+    methods = recorded_methods(run.directory, run.experiment)
+    return [label if method is None else full_label(method) for label, method in methods.items()]
 
 
 def _shared_settings(runs: Sequence[FoundRun]) -> dict[str, str]:

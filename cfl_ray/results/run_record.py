@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 from cfl_ray import config
@@ -77,6 +78,33 @@ def content_params(experiment: Experiment) -> dict[str, str]:
     return {f"content.{key}": digest[:_DIGITS] for key, digest in experiment.contents.items()}
 
 
+def params_of(experiment: Experiment) -> dict[str, str]:
+    """The keys that have an effect on a run, for comparisons of runs; all keys are in its config.yaml.
+
+    Left out are keys without effect (`unused_keys`), values that turn something off (`OFF`, and defaults in `NEUTRAL`),
+    the section tracking, places of data and results, and of evaluation and runtime the keys that have their defaults.
+    `content.KEY` is a checksum of the file that KEY names.
+    """
+    values, defaults = flatten(experiment.to_dict()), default_params()
+    of_data = {f"data.{key}" for key in (*NOT_IN_RECIPE, *experiment.data.later_defaults)}
+    without = {"name", "output", *of_data, *unused_keys(experiment)}
+    return {
+        key: value
+        for key, value in values.items()
+        if value not in OFF
+        and (value not in NEUTRAL or value != defaults.get(key, value))
+        and key not in without
+        and not key.startswith("tracking.")
+        and not (key.startswith(("evaluation.", "runtime.")) and value == defaults.get(key))
+    } | content_params(experiment)
+
+
+@cache
+def default_params() -> Mapping[str, str]:
+    """The default of every key."""
+    return flatten(Experiment().to_dict())
+
+
 def _changed(directory: RunDirectory, now: Experiment) -> list[str]:
     """The keys that differ, with both values, and `content.KEY` for a file whose content differs.
 
@@ -88,7 +116,7 @@ def _changed(directory: RunDirectory, now: Experiment) -> list[str]:
         there = {present.get(key, key): value for key, value in read_info(directory.path).params.items()}
     except DataError:  # the run was killed before run.json was written
         there = flatten(config.load(directory.config).to_dict_as_written())
-    defaults = flatten(Experiment().to_dict())
+    defaults = default_params()
     contents = content_params(now)
     here, written = flatten(now.to_dict()) | contents, flatten(now.to_dict_as_written()) | contents
     known = {".".join(path) for path, _ in keys_of(Experiment)}  # those that are not in `here` belong to other kinds

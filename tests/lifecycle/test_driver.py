@@ -16,7 +16,7 @@ from cfl_ray import Experiment, simulate
 from cfl_ray.engine.engines import ENGINES
 from cfl_ray.errors import DataError, Interrupted, RunError
 from cfl_ray.lifecycle import launch, recorder
-from cfl_ray.lifecycle.driver import params_of
+from cfl_ray.results.run_record import params_of
 from cfl_ray.setup.prepare import prepare
 from cfl_ray.tracking import RoundRecord, RunInfo, RunLog, read_end, read_info
 
