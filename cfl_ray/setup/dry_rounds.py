@@ -9,6 +9,7 @@ keeps.
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -168,20 +169,51 @@ def dry_rounds(
     every client. latecomers: try a client that joins after them. to_last_phase: the first round of the method's last
     phase is the last one, unless it is round 1.
     """
-    played = _dry_rounds(
-        method, num_clients, cohort, local, backend, private, rounds, secure, size, latecomers, to_last_phase
-    )
+    spec, shape = backend.spec, backend.shape
+    with _noting_trial(f"{counted(num_clients, 'client')}, {cohort} in a round, whose results are all 1"):
+        checked_method = CheckedMethod(method, spec.size)
+        state = checked_method.init(
+            Start(num_clients, spec, lambda index: torch.zeros(spec.size), shape.input, shape.outputs)
+        )
+        for round in range(1, rounds + 1):
+            stats = RoundStats()
+            clients = Clients(
+                np.arange(cohort),
+                np.full(cohort, size),
+                spec,
+                local,
+                backend,
+                seed=0,
+                round=round,
+                stats=stats,
+                reachable=lambda: (np.arange(num_clients), np.full(num_clients, size)),
+                protection=Protection(private, secure),
+            )
+            phase, state = state.phase, checked_method.round(state, clients, Draws(0, round))
+            yield state, stats
+            if to_last_phase and round > 1 and not method.phases[phase]:
+                break
+        if private is not None or secure is not None or local.examples is not None:
+            # a round after a change of data may read other uploads
+            checked_method.round(checked_method.drift(state, clients), clients, Draws(0, rounds))
+        if latecomers:
+            late = replace(clients, ids_M=np.array([num_clients - 1]), num_samples_M=np.array([size]))
+            absent = checked_method.leave(state, late.ids_M)
+            for before in (absent, checked_method.join(absent, late)):
+                checked_method.round(before, late, Draws(0, rounds))
+        checked_method.serve(state, replace(clients, evaluated=True, stats=RoundStats()))
+
+
+@contextmanager
+def _noting_trial(what: str) -> Iterator[None]:
+    """Context that adds a note to an exception of a method that it arose in a trial. what: of clients with results."""
     try:
-        yield from played
-    except Exception as error:
-        _note_trial(error, f"{counted(num_clients, 'client')}, {cohort} in a round, whose results are all 1")
+        yield
+    except UserError:
         raise
-
-
-def _note_trial(error: Exception, what: str) -> None:
-    """Adds a note to an exception of a method that it arose in a trial. what: of clients with these results."""
-    if not isinstance(error, UserError):
+    except Exception as error:
         error.add_note(f"in a trial before the run, without training: {what}")
+        raise
 
 
 def of_few(play: Callable[[int], Result], few: int, num_clients: int) -> Result:
@@ -192,54 +224,6 @@ def of_few(play: Callable[[int], Result], few: int, num_clients: int) -> Result:
         raise
     except Exception:
         return play(num_clients)
-
-
-def _dry_rounds(
-    method: Method[Any],
-    num_clients: int,
-    cohort: int,
-    local: LocalSGD,
-    backend: DryBackend,
-    private: PrivateRun | None,
-    rounds: int,
-    secure: SecureAggregation | None,
-    size: int,
-    latecomers: bool,
-    to_last_phase: bool,
-) -> Iterator[tuple[State, RoundStats]]:
-    """`dry_rounds`, without the notes of errors."""
-    spec, shape = backend.spec, backend.shape
-    checked_method = CheckedMethod(method, spec.size)
-    state = checked_method.init(
-        Start(num_clients, spec, lambda index: torch.zeros(spec.size), shape.input, shape.outputs)
-    )
-    for round in range(1, rounds + 1):
-        stats = RoundStats()
-        clients = Clients(
-            np.arange(cohort),
-            np.full(cohort, size),
-            spec,
-            local,
-            backend,
-            seed=0,
-            round=round,
-            stats=stats,
-            reachable=lambda: (np.arange(num_clients), np.full(num_clients, size)),
-            protection=Protection(private, secure),
-        )
-        phase, state = state.phase, checked_method.round(state, clients, Draws(0, round))
-        yield state, stats
-        if to_last_phase and round > 1 and not method.phases[phase]:
-            break
-    if private is not None or secure is not None or local.examples is not None:
-        # a round after a change of data may read other uploads
-        checked_method.round(checked_method.drift(state, clients), clients, Draws(0, rounds))
-    if latecomers:
-        late = replace(clients, ids_M=np.array([num_clients - 1]), num_samples_M=np.array([size]))
-        absent = checked_method.leave(state, late.ids_M)
-        for before in (absent, checked_method.join(absent, late)):
-            checked_method.round(before, late, Draws(0, rounds))
-    checked_method.serve(state, replace(clients, evaluated=True, stats=RoundStats()))
 
 
 @dataclass(frozen=True)
@@ -352,12 +336,10 @@ def why_synchronous(
         received = Received(versions, dict.fromkeys(range(count), round - 2), round - 1)
         clients = Clients(ids, sizes, spec, local, models, seed=0, round=round, received=received)
         try:
-            after = checked_method.round(state, clients, Draws(0, round))
+            with _noting_trial(f"{counted(count, 'client')}, {len(ids)} in a round, whose results are random"):
+                after = checked_method.round(state, clients, Draws(0, round))
         except NotAsynchronous as error:
             return str(error)
-        except Exception as error:
-            _note_trial(error, f"{counted(count, 'client')}, {len(ids)} in a round, whose results are random")
-            raise
         versions.advance(round - 1, state, after, {round - 1})
         state, left = after, left - (not method.phases[after.phase])
         if not left:

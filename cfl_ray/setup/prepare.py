@@ -71,27 +71,13 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
     new_trackers(experiment.tracking)  # called only for the errors that it raises; every method gets its own trackers
     if experiment.tracking.uses_mlflow:
         check_destination(resolve_uri(experiment.tracking, experiment.output))
-    check_schedule(experiment.schedule, federation.num_clients)
-    population = population_of(experiment, federation.num_clients)
-    for round in sorted({event.round for event in experiment.schedule if event.round <= experiment.rounds}):
-        population.advance(round)  # raises ConfigError if no client would be left
-    check_cohort(experiment.cohort.clients or 0, federation.num_clients)
-    if (share := experiment.data.validation) is not None:
-        given = share != ValidationConfig() and not experiment.data.names_validation_part
-        if federation.validation is not None and given:
-            said = "data.validation.fraction and order have no effect: the data have a validation part of their own"
-            federation.said = (*federation.said, said)
-        federation = with_validation(federation, share.fraction, share.order, experiment.seed)
+    _check_cohorts(experiment, federation.num_clients)
+    federation = _with_validation(experiment, federation)
     if changes := data_changes(experiment):
         federation = ChangingFederation(federation, changes)
     shape, recipe = federation.shape, _recipe_of(experiment, federation)
     task.check(shape.outputs, shape.target_shape)
-    availability = availability_of(experiment.cohort.availability, federation.num_clients, experiment.seed)
-    attack_kind = _attack_kind_of(experiment.attack)
-    clock = asynchrony = None
-    if isinstance(experiment.clock, RunningClockConfig):
-        clock = clock_of(experiment.clock, federation.num_clients, experiment.seed)
-        asynchrony = asynchrony_of(experiment.asynchronous)
+    running = experiment.clock if isinstance(experiment.clock, RunningClockConfig) else None
     frozen, template = "", template_of(recipe, experiment.seed, shape.input, shape.dtype)
     if template is not None:
         frozen = digest_of({name: p for name, p in template.named_parameters() if not p.requires_grad})
@@ -100,17 +86,41 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
         federation,
         recipe,
         methods,
-        availability=availability,
+        availability=availability_of(experiment.cohort.availability, federation.num_clients, experiment.seed),
         task=task,
         local=local,
         own_local=own_local,
-        attack_kind=attack_kind,
+        attack_kind=_attack_kind_of(experiment.attack),
         frozen=frozen,
-        clock=clock,
-        asynchrony=asynchrony,
+        clock=None if running is None else clock_of(running, federation.num_clients, experiment.seed),
+        asynchrony=None if running is None else asynchrony_of(experiment.asynchronous),
         template=template,
     )
-    checks.check_attackers(setup.attack, federation.num_clients)
+    return _checked(setup)
+
+
+def _check_cohorts(experiment: Experiment, num_clients: int) -> None:
+    """Raises ConfigError for a schedule that does not fit, or leaves no client, and for a cohort of more clients."""
+    check_schedule(experiment.schedule, num_clients)
+    population = population_of(experiment, num_clients)
+    for round in sorted({event.round for event in experiment.schedule if event.round <= experiment.rounds}):
+        population.advance(round)
+    check_cohort(experiment.cohort.clients or 0, num_clients)
+
+
+def _with_validation(experiment: Experiment, federation: Federation) -> Federation:
+    """The federation with the validation data that the experiment asks for, if any."""
+    if (share := experiment.data.validation) is None:
+        return federation
+    if federation.validation is not None and share != ValidationConfig() and not experiment.data.names_validation_part:
+        said = "data.validation.fraction and order have no effect: the data have a validation part of their own"
+        federation.said = (*federation.said, said)
+    return with_validation(federation, share.fraction, share.order, experiment.seed)
+
+
+def _checked(setup: Setup) -> Setup:
+    """The setup with what its checks find out: the engine, the protection of uploads, and warnings of the model."""
+    checks.check_attackers(setup.attack, setup.federation.num_clients)
     checks.check_reported(setup)
     setup = replace(setup, choice=round_choice(setup))
     network = setup.network()
