@@ -34,7 +34,7 @@ from cfl_ray.data.shards import ShardFederation, ShardManifest, open_shards, rea
 from cfl_ray.data.sources import locate
 from cfl_ray.data.synthetic import ConceptFederation, SyntheticFederation
 from cfl_ray.data.validation_share import ValidationShare
-from cfl_ray.errors import DataError
+from cfl_ray.errors import DataError, some_of
 from cfl_ray.plugins.calling import reference_of
 from cfl_ray.plugins.content import content_of_files, content_of_object
 from cfl_ray.plugins.registry import Registry
@@ -195,7 +195,8 @@ def _place_of(parent: Folder, name: str, raw: _RawData, indexed: _Indexed, progr
     known = indexed[0][1].shards.get(name) if has_no_digests and indexed else None
     if not _is_of_raw_data(manifest.recipe, recipe, known):
         changed = [file for files, index in indexed for file in files.other(index)]
-        why, has_no_digests = f"the raw data have changed since {first.uri} was written{_listed(changed)}", False
+        named = f" ({some_of(changed, 3)})" if changed else ""
+        why, has_no_digests = f"the raw data have changed since {first.uri} was written{named}", False
         folder = parent.child(f"{name}-{_hash(of_raw)[:8]}")
         if (manifest := read_manifest(folder)) is None:
             return _Place(folder, None, recipe, why)
@@ -222,12 +223,6 @@ def _keep(indexed: _Indexed, without: str | None, recipe: dict[str, Any]) -> lis
         if is_new and not index.save() and said:
             said.append(f"{index.file} cannot be written: changes of the content go unnoticed")
     return said
-
-
-def _listed(files: list[str]) -> str:
-    """Files in parentheses, for messages; empty without any."""
-    more = f" and {len(files) - 3} more" if len(files) > 3 else ""
-    return f" ({', '.join(files[:3])}{more})" if files else ""
 
 
 _RAW = ("files", "digests")  # keys of a recipe for the raw data

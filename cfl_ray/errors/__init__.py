@@ -3,7 +3,7 @@
 import difflib
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from cfl_ray.errors.redaction import redact
@@ -100,6 +100,12 @@ def shown(value: object) -> str:
 def counted(number: int, noun: str, plural: str = "") -> str:
     """A number with its noun, in the plural unless it is 1. plural: if it is not the noun with an s."""
     return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
+
+
+def some_of(items: Sequence[object], most: int = 1) -> str:
+    """The first `most` items and the number of the others: `a, b and 3 more`."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return f"{', '.join(map(str, items[:most]))}{more}"
 
 
 def duration(seconds: float) -> str:

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from cfl_ray.core import global_generators
-from cfl_ray.errors import ConfigError
+from cfl_ray.errors import ConfigError, some_of
 from cfl_ray.models.factory import ModelRecipe
 from cfl_ray.nn.fingerprints import fingerprint_of
 from cfl_ray.nn.functional_dropout import Recording
@@ -20,6 +21,7 @@ from cfl_ray.plugins.calling import explained
 _TRIES = 16  # seeds of passes in evaluation, if these draw random numbers
 _ROUNDING = 1e-5  # of the largest value: the same pass computes different last digits if tensors lie elsewhere
 _NAMED = 5  # names in a message
+_listed = partial(some_of, most=_NAMED)
 
 
 def tried(recipe: ModelRecipe, seed: int) -> ModelRecipe:
@@ -375,11 +377,6 @@ def _is_inside(path: str, outer: Iterable[str]) -> bool:
 
 def _own_name(path: str) -> str:
     return path.rpartition(".")[2].partition("[")[0].rpartition(" ")[2]
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
 
 
 def _causes(outside: Unregistered, of_other: Unregistered) -> str:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from cfl_ray.config import Experiment
 from cfl_ray.config.study import Study
-from cfl_ray.errors import ConfigError, DataError, command, counted
+from cfl_ray.errors import ConfigError, DataError, command, counted, some_of
 from cfl_ray.plugins.kept import INDEX, kept_root
 from cfl_ray.results.user_code import files_of, typed_sources
 from cfl_ray.run_directory import RunDirectory
@@ -274,7 +274,7 @@ def versions_in_words(runs: Iterable[Path]) -> list[str]:
             found.setdefault(name, {}).setdefault(str(digest), []).append(run)
     return [
         f"these runs have run {len(versions)} versions of {name}: "
-        + "; ".join(f"{digest[:_DIGITS]} in {runs[0]}{_more(runs)}" for digest, runs in versions.items())
+        + "; ".join(f"{digest[:_DIGITS]} in {some_of(runs)}" for digest, runs in versions.items())
         + f"; see {command('diff', *(runs[0] for runs in list(versions.values())[:2]))}"
         for name, versions in found.items()
         if len(versions) > 1
@@ -288,10 +288,6 @@ def shown_difference(before: str, now: str, lines: int = _LINES) -> str:
     text = [line if len(line) <= _WIDTH else f"{line[:_WIDTH]}..." for line in changed[:lines]]
     more = [f"... {counted(len(changed) - lines, 'more line')}"] if len(changed) > lines else []
     return "\n".join(f"  {line}" for line in (text or ["(white space at the ends of lines)"]) + more)
-
-
-def _more(runs: Sequence[Path]) -> str:
-    return f" and {len(runs) - 1} more" if len(runs) > 1 else ""
 
 
 def _names_of(found: Sequence[Path]) -> dict[str, Path]:

@@ -12,7 +12,7 @@ from cfl_ray.config.experiment import NOT_HASHED
 from cfl_ray.config.part import keys_of, present_names
 from cfl_ray.config.paths import recorded_in
 from cfl_ray.config.unused import not_default, unused_keys
-from cfl_ray.errors import ConfigError, DataError, command, counted
+from cfl_ray.errors import ConfigError, DataError, command, counted, some_of
 from cfl_ray.errors.redaction import redact
 from cfl_ray.results.trust import record_text, sign_record
 from cfl_ray.run_directory import RunDirectory
@@ -69,8 +69,7 @@ def rounds_at_start(directory: RunDirectory, now: Experiment) -> int:
 def differences(directory: RunDirectory, now: Experiment) -> str:
     """The keys in which an experiment differs from the experiment that the run began with, in words."""
     different = _changed(directory, now) or ["parts made in Python or the content of a file"]
-    more = f" and {len(different) - _LISTED} more" if len(different) > _LISTED else ""
-    return f"{', '.join(different[:_LISTED])}{more}"
+    return some_of(different, _LISTED)
 
 
 def content_params(experiment: Experiment) -> dict[str, str]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from cfl_ray.config import Experiment
 from cfl_ray.config.study import ALL_SETTINGS, Study, load_study
 from cfl_ray.config.sweep import SweepConfig, Trial
-from cfl_ray.errors import ConfigError, Interrupted, RunError, command, did_you_mean
+from cfl_ray.errors import ConfigError, Interrupted, RunError, command, did_you_mean, some_of
 from cfl_ray.errors.redaction import HIDDEN, redact
 from cfl_ray.lifecycle.extension import check_extension
 from cfl_ray.lifecycle.recorder import write_figures
@@ -328,10 +328,9 @@ class _Launch:
             if (run is None and not self.study.learns) or seed not in self.study.seeds:
                 others.append(f"{setting}, {method}, seed {seed}")
         if others:
-            more = f" and {len(others) - 1} more" if len(others) > 1 else ""
             self.watcher.warn(
-                f"the folder has runs that the study no longer names: {others[0]}{more}; tables and reports show them "
-                "too; move them away to leave them out"
+                f"the folder has runs that the study no longer names: {some_of(others)}; tables and reports show "
+                "them too; move them away to leave them out"
             )
 
     def _all_runs(self) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from filelock import Timeout
 
 from cfl_ray.config import TrackingConfig
-from cfl_ray.errors import DataError, UserError, command, counted
+from cfl_ray.errors import DataError, UserError, command, counted, some_of
 from cfl_ray.errors.redaction import redact
 from cfl_ray.run_directory import RUNS_OF_STUDY, RunDirectory
 from cfl_ray.security.credentials import hides, with_credentials
@@ -276,11 +276,11 @@ def deliver_pending(
         deliveries = _Deliveries(pending, uri, delivered)
         deliveries.wait(seconds)
         for text, run_dirs in list(deliveries.failed.items()):
-            warn(text.replace(_RUNS, _some(run_dirs)))
+            warn(text.replace(_RUNS, some_of(run_dirs)))
         if left := dict(deliveries.left):
             warn(
-                f"MLflow at {next(iter(left.values()))} still lacks results of {_some([*left])} after {seconds:.0f} s; "
-                "the next cfl-ray command delivers what does not arrive while this one runs"
+                f"MLflow at {next(iter(left.values()))} still lacks results of {some_of([*left])} after {seconds:.0f} "
+                "s; the next cfl-ray command delivers what does not arrive while this one runs"
             )
     return dict(delivered)
 
@@ -331,10 +331,6 @@ def _pending(output: Path, run_dir: Path | None, warn: Callable[[str], None]) ->
                     yield path.parent, destination
             except UserError as error:
                 warn(str(error))
-
-
-def _some(run_dirs: Sequence[Path]) -> str:
-    return f"{run_dirs[0]} and {len(run_dirs) - 1} more" if len(run_dirs) > 1 else str(run_dirs[0])
 
 
 class _Deliveries:
