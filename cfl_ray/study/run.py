@@ -442,18 +442,24 @@ class _Launch:
         metric_of = {name: name for name in table.columns} | {
             comparison.column_of(name, present): name for name in known
         }
-        score = metric_of[table.columns[3]]
-        less = comparison.is_less_better(score, present)
-        ranks = ranks_of(run_metrics, score, less) if self.study.sweep is None else None
-        text = comparison.format_table(table, "md") + ("" if ranks is None else f"\n\n{ranks_table(ranks)}")
-        if best := comparison.rounds_in_words(run_metrics):
-            text += f"\n\nOf {best}."
-        write_text(directory.table, text + "\n")
+        write_text(directory.table, self._table_text(run_metrics, table, metric_of[table.columns[3]]))
         if self.uri is not None and self.study.sweep is None:
             self._write_figures(directory.artifacts)
         if self.experiment.tracking.report:
             # trusted: these are runs of this study
             report_at_the_end(self.root, lambda: find_runs([self.root], trust=True), self.watcher.warn)
+        return self._means(table, metric_of)
+
+    def _table_text(self, run_metrics: comparison.RunMetrics, table: pd.DataFrame, score: str) -> str:
+        """The table as Markdown, and below it the ranks of the methods by their score and the kept rounds."""
+        less = comparison.is_less_better(score, comparison.metrics_of(run_metrics))
+        ranks = ranks_of(run_metrics, score, less) if self.study.sweep is None else None
+        best = comparison.rounds_in_words(run_metrics)
+        more = [*([] if ranks is None else [ranks_table(ranks)]), *([f"Of {best}."] if best else [])]
+        return "\n\n".join([comparison.format_table(table, "md"), *more]) + "\n"
+
+    def _means(self, table: pd.DataFrame, metric_of: dict[str, str]) -> dict[str, float]:
+        """The metrics of the parent run: the means in a table. metric_of: the metric of each column."""
         means = [name for name in table.columns if f"{name}_std" in table.columns]  # without the spreads over the seeds
         names = [name for name in means if metric_of[name] in METRICS or metric_of[name] in self.of_task]
         settings, methods = metric_names(table["experiment"]), metric_names(table["method"])
