@@ -396,7 +396,7 @@ class ArrayFederation(IndexedFederation):
 
     @property
     def warnings(self) -> list[str]:
-        return [*self.said, *self.of_labels, *super().warnings]
+        return [*self.preparation_warnings, *self.of_labels, *super().warnings]
 
     def client_name(self, client: int) -> str:
         return self._names[client]

@@ -103,7 +103,7 @@ class Federation(ABC):
     recipe: dict[str, Any]  # JSON: all settings that decide the content of this federation
     scale: float = 1.0  # by which stored samples are divided, before they are normalised
     normalize: list[list[float]] | None = None  # [means, standard deviations] per channel; None: not normalised
-    said: tuple[str, ...] = ()  # warnings on how it was chosen; only in the process that did
+    preparation_warnings: tuple[str, ...] = ()  # of the process that prepared it, and only there
     share: ValidationShare | None = None  # of the training samples that is held out for validation; None: there is none
     num_validation_N: np.ndarray | None = None  # int64 (N,): validation samples of each client; None: there are none
 
@@ -128,7 +128,7 @@ class Federation(ABC):
     @property
     def warnings(self) -> list[str]:
         """Lines about data that are probably not meant to be as they are."""
-        return [*self.said]
+        return [*self.preparation_warnings]
 
     @property
     def num_clients(self) -> int:

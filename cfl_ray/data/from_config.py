@@ -92,7 +92,7 @@ def build(
         federation = _written_or_reused(folder, name, raw_data, progress, converts_changed)
     if loaded is not None and federation.shape != (shape := loaded.read(False, None).data_shape):
         raise DataError(f"{folder.uri} holds {federation.shape}, {data.source} returns {shape}; {PREPARE_AGAIN}")
-    federation.said = (*federation.said, *_unused_tests(data, loaded))
+    federation.preparation_warnings = (*federation.preparation_warnings, *_unused_tests(data, loaded))
     return federation
 
 
@@ -150,7 +150,7 @@ def _written_or_reused(
     indexed = [(files, DigestIndex(parent.local or cache_folder() / "raw", files.root)) for files in raw.files]
     for files, index in indexed:
         files.recall(index)
-    place, said = _place_of(parent, name, raw, indexed, progress), []
+    place, warnings = _place_of(parent, name, raw, indexed, progress), []
     recipe = place.recipe
     if place.manifest is None:
         if place.why and not converts:
@@ -158,15 +158,15 @@ def _written_or_reused(
                 f"{place.why}: runs on the new data cannot be compared with those before; to use them, run "
                 f"`cfl-ray prepare` with this config, which keeps the old shards, or delete {parent.child(name).uri}"
             )
-        said += [f"{place.why}; converted anew into {place.folder.uri}"] if place.why else []
+        warnings += [f"{place.why}; converted anew into {place.folder.uri}"] if place.why else []
         plan = raw.plan(progress)
         recipe = raw.recipe()
         write_shards(place.folder.uri, plan, recipe | _decoding_of(plan), raw.data.normalize, progress)
-    said += _keep(indexed, name if place.has_no_digests else None, recipe)
+    warnings += _keep(indexed, name if place.has_no_digests else None, recipe)
     expected = {key: value for key, value in recipe.items() if not (place.has_no_digests and key == "digests")}
     federation = _reuse(place.folder, raw.data, expected, place.manifest)
     federation.recipe |= recipe if place.has_no_digests else {}
-    federation.said = tuple(said)
+    federation.preparation_warnings = tuple(warnings)
     return federation
 
 
@@ -211,18 +211,18 @@ def _place_of(parent: Folder, name: str, raw: _RawData, indexed: _Indexed, progr
 def _keep(indexed: _Indexed, without: str | None, recipe: dict[str, Any]) -> list[str]:
     """Saves new digests in the indices; returns lines on shards without digests. without: the name of such shards."""
     changed = [files.keep(index) for files, index in indexed]
-    said = []
+    warnings = []
     if without is not None and indexed and without not in (shards := indexed[0][1].shards):
         shards[without], changed[0] = recipe["digests"], True
-        said.append(
+        warnings.append(
             f"shards {without} are of an earlier version, which recorded names and sizes of the raw files, not their "
             "content; they are taken as made of these files, whose content is compared from now on. Delete the shards "
             "if the files have changed since"
         )
     for (_, index), is_new in zip(indexed, changed, strict=True):
-        if is_new and not index.save() and said:
-            said.append(f"{index.file} cannot be written: changes of the content go unnoticed")
-    return said
+        if is_new and not index.save() and warnings:
+            warnings.append(f"{index.file} cannot be written: changes of the content go unnoticed")
+    return warnings
 
 
 _RAW = ("files", "digests")  # keys of a recipe for the raw data
@@ -339,7 +339,7 @@ def _loaded(data: DataConfig, seed: int, targets: str, protocol: str | None = No
     loaded: Federation | Source = SOURCE_KINDS.code_of(data)(data, seed, targets)
     if isinstance(data, PluginDataConfig) and isinstance(loaded, Federation):
         check_called(data)
-        loaded.said = tuple(warnings_of_division(data, protocol))
+        loaded.preparation_warnings = tuple(warnings_of_division(data, protocol))
     return loaded
 
 

@@ -197,7 +197,7 @@ class ShardFederation(IndexedFederation):
     def warnings(self) -> list[str]:
         """As in the base class, but not for remote files, which are read only if used; and lines on the raw data."""
         of_inputs = super().warnings if self._folder.local is not None else []
-        return [*self.said, *self.manifest.warnings, *of_inputs]
+        return [*self.preparation_warnings, *self.manifest.warnings, *of_inputs]
 
     def client_name(self, client: int) -> str:
         return self._names[client].as_py()

@@ -113,8 +113,8 @@ def _with_validation(experiment: Experiment, federation: Federation) -> Federati
     if (share := experiment.data.validation) is None:
         return federation
     if federation.validation is not None and share != ValidationConfig() and not experiment.data.names_validation_part:
-        said = "data.validation.fraction and order have no effect: the data have a validation part of their own"
-        federation.said = (*federation.said, said)
+        line = "data.validation.fraction and order have no effect: the data have a validation part of their own"
+        federation.preparation_warnings = (*federation.preparation_warnings, line)
     return with_validation(federation, share.fraction, share.order, experiment.seed)
 
 
