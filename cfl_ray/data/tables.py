@@ -73,24 +73,17 @@ def read_npz(file: Path, required: Sequence[str], optional: Sequence[str] | None
 
 def read_csv(train: list[Path], test: list[Path], validation: list[Path], data: CsvConfig, targets: str) -> DataSet:
     """The samples of CSV or Parquet files. Inputs are float32 (n, F), a number for each feature column."""
-    columns, csv, test = data.columns, CsvFormat(data.delimiter, data.encoding, data.decimal), [*test, *validation]
-    labels = label_names(columns.label)
-    ids = [name for name in (columns.client, columns.group) if name is not None]
+    columns, csv = data.columns, CsvFormat(data.delimiter, data.encoding, data.decimal)
+    labels, ids = label_names(columns.label), [name for name in (columns.client, columns.group) if name is not None]
     as_text = labels if targets == "class" else []
-    times = [] if columns.time is None else [columns.time]
-    tables = {file: read_rows(file, csv, ids, as_text) for file in (*train, *test)}
-    if FILENAME in ids:
-        for files in filter(None, (train, test[: len(test) - len(validation)], validation)):
-            tables |= with_filenames({file: tables[file] for file in files})
-    for name in as_text:
-        hf_disk.check_class_names({file: table.schema for file, table in tables.items()}, name)
-    given = {*labels, *ids, *times, *(columns.features or ())}
+    tables = _read_tables((train, test, validation), csv, ids, as_text)
+    given = {*labels, *ids, *(columns.features or ()), columns.time}
     left_out = {name for table in tables.values() for name in index_columns(table)} - given
-    parts = []
-    for files in (train, test):
-        if files:
-            used = [_without(tables[file], left_out) for file in files]
-            parts.append(concatenated(files, used, text=[*ids, *as_text]))
+    parts = [
+        concatenated(files, [_without(tables[file], left_out) for file in files], text=[*ids, *as_text])
+        for files in (train, [*test, *validation])
+        if files
+    ]
     for part in parts:
         for name in labels:
             column_of(part, name)
@@ -108,6 +101,22 @@ def read_csv(train: list[Path], test: list[Path], validation: list[Path], data: 
     if len(train) > 1 and columns.client is None:
         notes = [f"{parts[0][0]}: read as one table; data.columns.client: {FILENAME} makes each file a client"]
     return replace(data_set, notes=tuple(notes), warnings=(*data_set.warnings, *dict.fromkeys(warnings)))
+
+
+def _read_tables(
+    parts: Sequence[list[Path]], csv: CsvFormat, ids: list[str], labels: list[str]
+) -> dict[Path, pa.Table]:
+    """The tables of all files of these parts. ids, labels: as in `read_rows`; an id may be the name of the file.
+
+    Raises DataError if equal codes of a label are different classes.
+    """
+    tables = {file: read_rows(file, csv, ids, labels) for files in parts for file in files}
+    if FILENAME in ids:
+        for files in filter(None, parts):
+            tables |= with_filenames({file: tables[file] for file in files})
+    for name in labels:
+        hf_disk.check_class_names({file: table.schema for file, table in tables.items()}, name)
+    return tables
 
 
 def shared_rows(parts: list[Named], data_set: DataSet) -> list[str]:

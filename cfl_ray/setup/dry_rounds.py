@@ -62,32 +62,35 @@ class DryBackend(KeepsClientStates):
     readers: set[str] = field(default_factory=set)
 
     def run(self, work: Work) -> Outcome:
-        num_clients = len(work.ids_M)
+        self._note(work)
+        if self.size:
+            self._count(work)
+        arrays = {name: np.ones_like(array) for name, array in work.empty_result(self.shape.num_classes).items()}
+        if isinstance(work, Describe):
+            length = self.num_features(work)
+            arrays["features"] = np.ones((len(work.ids_M), min(work.sketch or length, length)), np.float32)
+            arrays["floats"] = np.full(len(work.ids_M), length)
+        return Outcome(arrays, {}, None if work.averaging is None else np.zeros(work.averaging.num_rows))
+
+    def _note(self, work: Work) -> None:
+        """Notes deferred results, batches, readers of features, and what a client keeps."""
         if isinstance(work, Train):
             self.batches.add((work.local.batch_size or 0, work.program.batches_per_step))
             if work.defer_aggregation:
-                self.deferred.add(num_clients)
+                self.deferred.add(len(work.ids_M))
             if _reads_features(work.program):
                 self.readers.add(place_of(work.program))
+            if (state := work.client_state) is not None:
+                columns = self.spec.size if state.columns is None else state.columns.count
+                floats = columns + work.kept_numbers + (self.spec.trained if work.local.persist else 0)
+                self.kept[state.name] = work.models_per_client * floats
         elif isinstance(work, Describe) and isinstance(work.function, CheckedFunction):
             function = work.function.function
             self.batches.add((getattr(function, "batch_size", None) or 0, 1))
             if getattr(function, "reads_features", False):
                 self.readers.add(place_of(function))
-        if self.size:
-            self._count(work)
-        if (state := work.client_state) is not None and isinstance(work, Train):
-            columns = self.spec.size if state.columns is None else state.columns.count
-            floats = columns + work.kept_numbers + (self.spec.trained if work.local.persist else 0)
-            self.kept[state.name] = work.models_per_client * floats
         if isinstance(work, Train | Weigh) and work.num_models and work.program.overrides("weigh"):
             self.kept[KEPT_WEIGHTS] = work.num_models
-        arrays = {name: np.ones_like(array) for name, array in work.empty_result(self.shape.num_classes).items()}
-        if isinstance(work, Describe):
-            length = self.num_features(work)
-            arrays["features"] = np.ones((num_clients, min(work.sketch or length, length)), np.float32)
-            arrays["floats"] = np.full(num_clients, length)
-        return Outcome(arrays, {}, None if work.averaging is None else np.zeros(work.averaging.num_rows))
 
     def _count(self, work: Work) -> None:
         """Adds the samples that the clients train and test to `work`."""
