@@ -66,13 +66,8 @@ def latex_table(
     """
     shown = list(dict.fromkeys(metrics)) if metrics else chosen_metrics(run_metrics, ())
     chosen_metrics(run_metrics, shown)  # raises ConfigError for an unknown one
-    experiments = list(dict.fromkeys(experiment for experiment, _ in run_metrics))
     tested = {metric: tests_of(run_metrics, metric, test, correction, scores) for metric in shown}
-    if len(shown) == 1 and (is_dense(run_metrics) or len(experiments) == 1):
-        titles = [escaped(name) for name in experiments] if len(experiments) > 1 else [_heading(run_metrics, shown[0])]
-        blocks = [[_Column(title, shown[0], name) for title, name in zip(titles, experiments, strict=True)]]
-    else:
-        blocks = [[_Column(_heading(run_metrics, name), name, one) for name in shown] for one in experiments]
+    blocks = _blocks(run_metrics, shown)
     if p_values:
         blocks = [[each for one in of for each in (one, replace(one, title="$p$", is_p=True))] for of in blocks]
     titles = [column.title for column in blocks[0]]
@@ -89,6 +84,15 @@ def latex_table(
             cells = [_cell(run_metrics, (column.experiment, method), column, tested) for column in columns]
             lines.append(" & ".join([escaped(method), *cells]) + r" \\")
     return as_table(caption, "l" + "r" * len(titles), lines)
+
+
+def _blocks(run_metrics: RunMetrics, shown: Sequence[str]) -> list[list[_Column]]:
+    """The columns of each block of rows."""
+    experiments = list(dict.fromkeys(experiment for experiment, _ in run_metrics))
+    if len(shown) == 1 and (is_dense(run_metrics) or len(experiments) == 1):
+        titles = [escaped(name) for name in experiments] if len(experiments) > 1 else [_heading(run_metrics, shown[0])]
+        return [[_Column(title, shown[0], name) for title, name in zip(titles, experiments, strict=True)]]
+    return [[_Column(_heading(run_metrics, name), name, one) for name in shown] for one in experiments]
 
 
 def as_table(caption: str, columns: str, lines: Sequence[str], *size: str) -> str:
