@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from math import exp, inf, log, sqrt
+from math import ceil, exp, inf, log, log10, sqrt
 from typing import Any, Literal
 
 from cfl_ray.errors import ConfigError
@@ -19,9 +19,13 @@ from cfl_ray.privacy.noisy_sums import Releases
 
 Kind = Literal["poisson", "fixed", "all"]
 
-# steps of the grid of privacy losses; a coarser grid gives a larger epsilon, never a smaller one
+# Steps of the grid of privacy losses. A coarser grid gives a larger epsilon, never a smaller one: one that is at most a
+# thousandth larger, if epsilon has _STEPS steps, and _STEPS_BY_ROUND times the root of the number of sampled rounds, as
+# the rounding of each round's loss adds to its variance.
 _FINE, _COARSE = 1e-4, 1e-3
-_EXACT_BELOW = 2.0  # epsilon from which the coarse grid is at most a thousandth off
+_STEPS, _STEPS_BY_ROUND = 2000, 70
+_LONGEST = 1000.0  # privacy loss up to which the first grid has the step _COARSE; a longer grid has a longer step
+_COARSEST = 100.0  # dp-accounting overflows beyond log(1.8e308) = 709
 _LARGEST_Z = 1e4  # no model can be trained with a larger noise multiplier
 _PRECISION = 1.001  # factor to which the least noise multiplier is found
 _SECANTS = 6  # most steps towards it before its bisection
@@ -92,24 +96,32 @@ def epsilon(releases: Releases, sampling: Sampling, delta: float, signature_mult
 
 @cache
 def _epsilon(parts: tuple[tuple[float, int, bool], ...], sampling: Sampling, delta: float) -> float:
-    epsilon = 0.0
-    for interval in (_COARSE, _FINE):
-        epsilon = _composed(parts, sampling, delta, interval)
-        if epsilon >= _EXACT_BELOW or sampling.kind == "fixed" or sampling.discrete:
-            break
-    return epsilon
+    bound = _composed_moments(parts, sampling, delta)
+    if sampling.kind == "fixed" or sampling.discrete:
+        return bound
+    sampled_rounds = sum(count for _, count, sampled in parts if sampled and sampling.rate < 1)
+    steps = max(_STEPS, _STEPS_BY_ROUND * sqrt(sampled_rounds))
+    longest = max(bound, *(1 / (2 * z**2) for z, _, _ in parts))
+    interval = min(_COARSE * 10 ** max(ceil(log10(longest / _LONGEST)), 0), _COARSEST)
+    while True:
+        found = _composed_distributions(parts, sampling, delta, interval)
+        if found >= steps * interval or interval <= _FINE:
+            return found
+        interval = max(interval / 10, _FINE)
 
 
-def _composed(parts: tuple[tuple[float, int, bool], ...], sampling: Sampling, delta: float, interval: float) -> float:
-    if sampling.kind != "fixed" and not sampling.discrete:
-        return _composed_distributions(parts, sampling, delta, interval)
+def _composed_moments(parts: tuple[tuple[float, int, bool], ...], sampling: Sampling, delta: float) -> float:
     dp, losses = accountant(replaces=sampling.kind == "fixed")
     for z, count, sampled in parts:
         event: Any = dp.GaussianDpEvent(z / 2 if sampling.kind == "fixed" else z)
         if sampling.discrete:  # its bound: Theorem 14 of Canonne et al.
             event = dp.ZCDpEvent(rho=1 / (2 * z**2), xi=0)
-        if sampled and sampling.kind == "fixed" and sampling.rate < 1:
-            event = dp.SampledWithoutReplacementDpEvent(sampling.population, round(sampling.cohort), event)
+        if sampled and sampling.rate < 1:
+            event = (
+                dp.SampledWithoutReplacementDpEvent(sampling.population, round(sampling.cohort), event)
+                if sampling.kind == "fixed"
+                else dp.PoissonSampledDpEvent(sampling.rate, event)
+            )
         losses.compose(event, count)
     return float(losses.get_epsilon(delta))
 

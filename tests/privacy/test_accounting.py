@@ -53,6 +53,28 @@ def test_of_pfl_research(population, cohort, count, values, least):
     assert epsilon(rounds(least / 1.002, count), sampling, delta) > 2
 
 
+@pytest.mark.parametrize(
+    "population, cohort, z, delta, expected",
+    [(20_000, 60, 2.0, 1e-5, 2.02471), (10**5, 200, 1.0, 1e-6, 4.00399)],
+)
+def test_of_many_rounds(population, cohort, z, delta, expected):
+    """100,000 rounds. opacus 1.6.0: PRVAccountant with history [(z, cohort / population, 100_000)],
+    _get_dprv(eps_error=0.002, delta_error=1e-4 * delta).compute_epsilon(delta, 1e-4 * delta, 0.002), which returns a
+    lower bound 0.002 below, the estimate, and an upper bound 0.002 above.
+    """
+    found = epsilon(rounds(z, 100_000), Sampling("poisson", population, cohort), delta)
+    assert found == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("z, count", [(0.1, 100), (0.03, 100), (0.01, 100)])
+def test_of_next_to_no_noise(z, count):
+    """Against the closed form; in little memory. An epsilon so large protects nothing, but is recorded."""
+    found, mu = epsilon(rounds(z, count), Sampling("all", 100, 100), 1e-3), count**0.5 / z
+    log_second = lambda value: value + norm.logcdf(-mu / 2 - value / mu)
+    of = lambda value: norm.cdf(mu / 2 - value / mu) - np.exp(log_second(value))
+    assert of(found) <= 1e-3 <= of(found * 0.9985)
+
+
 @pytest.mark.parametrize("least", [0.02, 0.7, 1.0, 5.0])
 def test_the_least_noise_of_a_target(least):
     """Within a factor of 1.001, and enough."""
