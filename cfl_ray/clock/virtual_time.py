@@ -34,6 +34,7 @@ class VirtualTime:
     sizes_of: Callable[[np.ndarray], np.ndarray]  # n_i of clients in the present round
     now: float = 0.0  # virtual seconds since round 1 began
     slowest: float = 0.0  # seconds of the present round
+    missed: int = 0  # clients of a phase that needs all clients, in the present round, that miss the deadline
 
     def seconds(self, round: int, ids_M: np.ndarray, draw: int = 0) -> np.ndarray:
         """Seconds (M,) of these clients in a round."""
@@ -47,12 +48,16 @@ class VirtualTime:
         """The availability of clients by this time; its rounds begin with 1."""
         return availability if self.clock.availability_seconds is None else _ByTime(availability, self)
 
-    def in_time(self, round: int, ids_M: np.ndarray) -> np.ndarray:
-        """Whether each of these clients meets the deadline, bool (M,). The round waits for the clients that do."""
+    def in_time(self, round: int, ids_M: np.ndarray, waits: bool = True) -> np.ndarray:
+        """Whether each of these clients meets the deadline, bool (M,).
+
+        waits: the round lasts until the slowest of them is done, or until the deadline, if some do not meet it.
+        """
         seconds_M = self.seconds(round, ids_M)
-        in_time_M = seconds_M <= (self.clock.deadline or np.inf)
-        if in_time_M.any():
-            self.slowest = max(self.slowest, float(seconds_M[in_time_M].max()))
+        in_time_M = seconds_M <= (limit := self.clock.deadline or np.inf)
+        if waits:
+            self.slowest = max(self.slowest, float(np.minimum(seconds_M, limit).max(initial=0.0)))
+            self.missed = int((~in_time_M).sum())
         return in_time_M
 
     def wait_for(self, round: int, cohort: Cohort, wanted: int) -> Cohort:
@@ -85,7 +90,7 @@ class VirtualTime:
     def end_round(self) -> None:
         """Adds the time of the round."""
         self.now += self.slowest
-        self.slowest = 0.0
+        self.slowest, self.missed = 0.0, 0
 
     def to_tensors(self) -> dict[str, Tensor]:
         """The virtual time, for a checkpoint."""

@@ -56,8 +56,9 @@ class ClientExchanges:
     local_parts: tuple[str, ...] = (TEST,)  # parts of the data that P-local is measured on
     evaluated: bool = False  # the clients are evaluated and do not train: their exchanges count down from -2
     choice_samples: int | None = None  # most training samples for `losses`; None: only its argument limits them
-    # returns ids and sample counts of all clients that could take part in the round; None: these clients are all
-    reachable: Callable[[], tuple[np.ndarray, np.ndarray]] | None = field(repr=False, default=None)
+    # (whether the round waits for them) -> ids and sample counts of all clients that could take part in the round;
+    # None: these clients are all
+    reachable: Callable[[bool], tuple[np.ndarray, np.ndarray]] | None = field(repr=False, default=None)
     # the rounds in which clients' data differ, and their samples in all of them; None: no data change
     history: History | None = field(repr=False, default=None)
     replay: Replay | None = field(repr=False, default=None)  # set by `replaying`

@@ -76,11 +76,14 @@ class Clients(ClientExchanges):
         is_present = all(rounds == (self.round,) for rounds in distinct_M)
         return replace(self, num_samples_M=num_samples_M, replay=None if is_present else Replay(distinct_M))
 
-    def all_reachable(self) -> "Clients":
-        """All clients that are online, reachable and do not drop out in this round, including this cohort."""
+    def all_reachable(self, *, waits: bool = True) -> "Clients":
+        """All clients that are online, reachable and do not drop out in this round, including this cohort.
+
+        waits: whether the round waits for them, in virtual time; False if only their weights are read.
+        """
         if self.reachable is None:
             return self
-        ids, num_samples = self.reachable()
+        ids, num_samples = self.reachable(waits)
         return replace(self.not_drawn(), ids_M=ids, num_samples_M=num_samples, replay=None)
 
     def not_drawn(self) -> "Clients":

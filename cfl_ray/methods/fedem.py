@@ -59,7 +59,7 @@ class FedEM(MixtureMethod[MixtureState], name="fedem"):
         updates = clients.train_mixture(received, how, average=weight_M)
         # theta_k
         if self.damped:
-            total = clients.all_reachable().weights(self.weights).sum()
+            total = clients.all_reachable(waits=False).weights(self.weights).sum()
             models_KP = updates.damped(state.models_KP, total)
         else:
             models_KP = updates.averaged(default=state.models_KP)

@@ -308,7 +308,7 @@ class RoundLoop:
             stats=stats,
             local_test_samples=settings.local_samples if cohort is not None and settings.local else 0,
             local_parts=self.evaluation.parts,
-            reachable=lambda: self._reachable(round),
+            reachable=lambda waits: self._reachable(round, waits),
             history=partial(distinct_rounds, self.membership.federation, round),
             aggregation=method.aggregation_rule,
             num_scores=len(self.setup.task.score_names),
@@ -317,9 +317,9 @@ class RoundLoop:
             clients = part.clients(clients, cohort)
         return clients
 
-    def _reachable(self, round: int) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and sample counts of all clients that can take part in the round; the round waits for them."""
+    def _reachable(self, round: int, waits: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and sample counts of all clients that can take part in the round. waits: the round waits for them."""
         ids = self.membership.reachable(round)
         for part in self.parts:
-            ids = part.reachable(round, ids)
+            ids = part.reachable(round, ids, waits)
         return ids, self.membership.present.num_samples_N[ids]

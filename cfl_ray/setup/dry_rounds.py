@@ -189,7 +189,7 @@ def dry_rounds(
                 seed=0,
                 round=round,
                 stats=stats,
-                reachable=lambda: (np.arange(num_clients), np.full(num_clients, size)),
+                reachable=lambda waits: (np.arange(num_clients), np.full(num_clients, size)),
                 protection=Protection(private, secure),
             )
             phase, state = state.phase, checked_method.round(state, clients, Draws(0, round))

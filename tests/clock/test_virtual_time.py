@@ -66,6 +66,18 @@ class TestCohort:
         time.end_round()
         assert time.now == now
 
+    def test_a_phase_that_needs_all_clients_lasts_until_the_deadline_if_some_miss_it(self):
+        """As a round of a cohort does; the weights of clients that receive nothing take no time."""
+        time = time_of([5.0, 1.0, 3.0, 2.0], deadline=4.0)
+        for waits, now in ((False, 0.0), (True, 4.0)):
+            assert time.in_time(1, np.arange(4), waits).tolist() == [False, True, True, True]
+            assert time.missed == waits
+            time.end_round()
+            assert (time.now, time.missed) == (now, 0)
+        assert time.in_time(2, np.arange(1, 4)).all()
+        time.end_round()
+        assert time.now == 4.0 + 3.0
+
     def test_epochs_count_and_so_do_batches_that_are_not_full(self):
         """Two epochs of 5 samples in batches of 2 are 10 samples; 3 steps of batches of 2 are 6."""
         for local, samples in ((LocalSGD(epochs=2, batch_size=2), 10), (LocalSGD(steps=3, batch_size=2), 6)):
@@ -222,6 +234,37 @@ def test_a_deadline_leaves_late_clients_out(timed):
     late = [one.metrics.get("clients_past_deadline", 0) for one in records]
     assert sum(late) > 0 and [one.metrics["cohort_size"] for one in records] == [5 - count for count in late]
     assert all(one.metrics["virtual_seconds"] <= one.round + 1e-9 for one in records)
+
+
+def on_devices(tmp_path, forward_ms, **clock):
+    """A clock in which client i has a forward pass of forward_ms[i] milliseconds and 1 Mbit/s."""
+    rows = "".join(f"{milliseconds},1000\n" for milliseconds in forward_ms)
+    (tmp_path / "devices.csv").write_text("computation,communication\n" + rows)
+    return {"kind": "trace", "file": str(tmp_path / "devices.csv")} | clock
+
+
+@pytest.mark.parametrize("method", ["fedclust", "pacfl"])
+def test_the_seconds_of_a_one_shot_clustering_with_a_late_client(timed, tmp_path, method):
+    """By hand: a training step takes three forward passes. One epoch on n = 20 samples, 2 * 650 floats of 32 bits."""
+    wanted = {"methods": [method], "rounds": 2, "cohort": {"clients": 3}, "local": {"epochs": 1, "batch_size": 10}}
+    wanted |= {"data": {"source": "digits", "partition": {"clients": 4, "samples": 20}}}
+    wanted |= {"model": {"name": "mlp", "options": {"hidden": 0}}, "evaluation": {"every": 1}}
+    clock = on_devices(tmp_path, [10, 20, 40, 1000], deadline=10.0)
+    first, second = (one.metrics for one in simulate(timed(**wanted, clock=clock))[method].records)
+    of_client = [3 * milliseconds / 1000 * 20 + 2 * 650 * 32 / 1e6 for milliseconds in (10, 20, 40)]
+    assert (first["virtual_seconds"], first["clients_past_deadline"]) == (10.0, 1)
+    last = second["virtual_seconds"] - first["virtual_seconds"]
+    assert last == pytest.approx(10.0 if second.get("clients_past_deadline") else of_client[-1])
+
+
+def test_weights_of_clients_that_receive_nothing_take_no_time(timed, tmp_path):
+    """FedEM's `damped` divides by the samples of all clients, of which most are not in the cohort."""
+    wanted = {"rounds": 3, "cohort": {"clients": 2}, "clock": on_devices(tmp_path, range(10, 130, 10))}
+    seconds = [
+        simulate(timed(methods=[{"fedem": {"damped": damped}}], **wanted))["fedem"].final["virtual_seconds"]
+        for damped in (False, True)
+    ]
+    assert seconds[0] == seconds[1] > 0
 
 
 @pytest.mark.parametrize("asynchronous", [{}, {"buffer": 2}])

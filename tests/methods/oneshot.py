@@ -27,7 +27,7 @@ class Reaching(Stage):
     def clients(self, ids=None, round=1, **options):
         online = np.arange(self.federation.num_clients) if self.online is None else np.asarray(self.online, np.int64)
         reachable = (online, self.federation.num_samples_N[online])
-        return replace(super().clients(ids, round, **options), reachable=lambda: reachable)
+        return replace(super().clients(ids, round, **options), reachable=lambda waits: reachable)
 
 
 def stage(federation=None, engine: str = "manual", **local) -> Reaching:

@@ -87,7 +87,7 @@ class TestFormulas:
     def test_clients_outside_the_cohort_hold_a_damped_average_back(self):
         """Official code of FedEM: they count with the last global model."""
         one = stage()
-        clients = replace(one.clients([0]), reachable=lambda: (np.arange(2), np.array([N_0, N_1])))
+        clients = replace(one.clients([0]), reachable=lambda waits: (np.arange(2), np.array([N_0, N_1])))
         plain, damped = (FedEM(num_models=2, damped=damped) for damped in (False, True))
         first = plain.init(one.start())
         whole, part = (method.round(first, clients, None).models_KP - first.models_KP for method in (plain, damped))

@@ -400,7 +400,7 @@ def test_rounds_with_several_sums_are_one_release_of_less_noise():
     clients = protected(stage().clients([0, 1]), noise=run)
     for _ in range(4):
         clients.train(clients.send(torch.zeros(1, 53)), average=torch.ones(1, 2))
-    everyone = replace(clients, reachable=lambda: (np.arange(8), np.ones(8, np.int64))).all_reachable()
+    everyone = replace(clients, reachable=lambda waits: (np.arange(8), np.ones(8, np.int64))).all_reachable()
     everyone.train(everyone.send(torch.zeros(1, 53)), average=torch.ones(1, 8))
     run.end_round()
     assert run.releases.sampled == Counter({1.0: 1}), "2 / sqrt(4)"

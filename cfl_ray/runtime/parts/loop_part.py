@@ -45,8 +45,11 @@ class LoopPart:
         """Before the cohort: the clients of the round. draw: returns those of the parts before this one."""
         return draw()
 
-    def reachable(self, round: int, ids: np.ndarray) -> np.ndarray:
-        """The clients among the reachable `ids` that can take part if the method asks for all of them."""
+    def reachable(self, round: int, ids: np.ndarray, waits: bool) -> np.ndarray:
+        """The clients among the reachable `ids` that can take part if the method asks for all of them.
+
+        waits: whether the round waits for them.
+        """
         return ids
 
     def clients(self, clients: Clients, cohort: Cohort | None) -> Clients:

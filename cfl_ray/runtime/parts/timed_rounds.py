@@ -29,16 +29,17 @@ class TimedRounds(LoopPart):
         cohort = draw()
         return self.time.wait_for(stats.round, cohort, self.membership.awaited(cohort))
 
-    def reachable(self, round: int, ids: np.ndarray) -> np.ndarray:
-        return ids[self.time.in_time(round, ids)]
+    def reachable(self, round: int, ids: np.ndarray, waits: bool) -> np.ndarray:
+        return ids[self.time.in_time(round, ids, waits)]
 
     def end_round(self, stats: RoundStats, cohort: Cohort, before: State, after: State) -> None:
-        self.time.count_unused(cohort.past_deadline + cohort.surplus, stats.traffic)
+        past_deadline = max(cohort.past_deadline, self.time.missed)
+        self.time.count_unused(past_deadline + cohort.surplus, stats.traffic)
         self.time.end_round()
         if not len(cohort.ids_M) and not cohort.past_deadline:
             self.time.wait_for_availability()
         stats.metrics["virtual_seconds"] = self.time.now
-        counts = {"clients_past_deadline": cohort.past_deadline, "clients_surplus": cohort.surplus}
+        counts = {"clients_past_deadline": past_deadline, "clients_surplus": cohort.surplus}
         stats.metrics |= {name: float(count) for name, count in counts.items() if count}
 
     def to_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
