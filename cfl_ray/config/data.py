@@ -105,6 +105,15 @@ NOT_IN_RECIPE = ("root", "download", "shards")  # keys for the location of the s
 _LATER = ("labels", "transparency", "delimiter", "encoding", "decimal", "validation_files")
 
 
+_USERS = {  # sources that have the client of each sample, which `partition.kind` may use -> what these are
+    "femnist": "writers",
+    "femnist_leaf": "users",
+    "shakespeare_leaf": "users",
+    "sent140_leaf": "users",
+    "mnist_by_writer": "writers",
+}
+
+
 class DataConfig(ConfigSection):
     """The federation: its samples, and how they are divided among clients."""
 
@@ -223,6 +232,11 @@ class DataConfig(ConfigSection):
             warnings.append(
                 f"data.columns.client {self.columns.client!r} does not decide the clients: partition.kind {kind} "
                 "divides all samples anew; for one client of each value leave out data.partition.kind"
+            )
+        elif (users := _USERS.get(self.source)) and kind != "writer":
+            warnings.append(
+                f"the {users} of source {self.source} are not the clients: partition.kind {kind} divides all samples "
+                f"anew; for a client of each of the {users} set data.partition: {{kind: writer, clients: null}}"
             )
         if self.source == "image_folder" and self.root is not None and kind != "writer":
             file = Path(self.root, getattr(self, "train_files", None) or "", "clients.csv").expanduser()

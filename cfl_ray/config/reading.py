@@ -106,7 +106,8 @@ def split_override(override: str) -> tuple[list[str], Any]:
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"override {override!r} must look like section.key=value, e.g. local.lr=0.05")
-    return key.split("."), parse_yaml(text, override)
+    # in a file, * begins the name of an anchor, which an override cannot have: *.csv is a text
+    return key.split("."), text if text.startswith("*") else parse_yaml(text, override)
 
 
 def set_key(values: dict[str, Any], path: list[str], value: Any, where: str) -> None:

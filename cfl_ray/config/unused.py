@@ -13,8 +13,8 @@ from cfl_ray.plugins.calling import reference_of
 from cfl_ray.system.nested import leaves_of
 
 USES_OF_TESTS = (
-    "data.test.pool: true divides them among the clients as well, and data.test.view: cluster, label or all tests "
-    "clients on them"
+    "data.test.pool: true divides them among the clients as well, data.test.view: cluster, label or all tests clients "
+    "on them, and a function that returns clients and test_clients gives each client its own"
 )
 
 

@@ -15,6 +15,7 @@ _CURES = {  # words of PyYAML's message -> the cure
     "'\\t'": "indent with spaces, not with tabs",
     "cannot start any token": "put the text into quotes",
     "undefined alias": "put the text into quotes",
+    "expected alphabetic or numeric character": "put the text into quotes",  # *.csv
     "unexpected end of stream": "close the quotes",
     "expected ',' or": "close the bracket, and separate its entries by commas",
     "found '<stream end>'": "close the bracket",

@@ -93,8 +93,14 @@ def _only_files(folder: Path) -> list[Path]:
     if len(files) == 1 or (files and [file.name for file in files] == shards):
         return files
     if not files:
-        inner = sorted(path.parent.name for path in folder.glob("*/*.arrow"))
+        inner = sorted({path.parent.name for path in folder.glob("*/*.arrow")})
         part = inner[0] if inner else "train"
+        if len(inner) > 3 or any(folder.glob("*/*/*.arrow")):  # more than a DatasetDict has parts
+            raise DataError(
+                f"{folder} holds no data set of Dataset.save_to_disk but folders of several; if each is a client's, "
+                "save them as one with a column of clients (add_column, concatenate_datasets), and name it in "
+                "data.columns.client"
+            )
         raise DataError(
             f"{folder} holds no {STATE} and no *.arrow file of Dataset.save_to_disk; for a DatasetDict name its part, "
             f"e.g. data.train_files: {part}"

@@ -33,6 +33,7 @@ from cfl_ray.config.data import (
     PartsDataConfig,
     Sent140LeafConfig,
 )
+from cfl_ray.config.unused import USES_OF_TESTS
 from cfl_ray.core.rng import stream
 from cfl_ray.data import image_files, leaf, tables
 from cfl_ray.data.array_checks import DENSE, label_warnings
@@ -455,11 +456,13 @@ def _leaf(name: str, data: FilesDataConfig, read: Callable[..., DataSet], get: s
     root, train = find(data, subfolders, ["train/*.json"], f"{name}_leaf", get)
     test = sorted(root.glob("test/*.json"))
     raw, dense = RawFiles.of([*train, *test]), data.labels == "dense"
-    return Source(
-        (),
-        lambda pixels, progress: read(train, test, content=raw.read, dense=dense, progress=progress),
-        digested=raw,
-    )
+    unused = test and data.test.view == "holdout" and not data.test.pool
+    lines = [f"the samples in {root / 'test'} have no effect: data.test.view is holdout; {USES_OF_TESTS}"]
+
+    def read_parts(pixels: bool, progress: Progress | None) -> DataSet:
+        return read(train, test, content=raw.read, dense=dense, progress=progress)
+
+    return Source((), _warned(read_parts, lines if unused else []), digested=raw)
 
 
 def shakespeare_leaf(data: FilesDataConfig) -> Source:

@@ -7,6 +7,7 @@ import codecs
 import json
 import os
 import re
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,17 +26,21 @@ from cfl_ray.errors import DataError
 DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars", " ": "spaces"}
 _BLOCK = 16 << 20  # bytes of a CSV file that are parsed at a time; a row must fit
 _LARGEST_BLOCK = (1 << 31) - 1
+_PICKLE = "a pickle of Python; return its arrays from a function my.py:load (data.source)"
 _OTHERS = {  # first bytes of files that are no tables here, and how such a file is converted
     b"ARROW1": "an Arrow IPC (Feather) file; pandas.read_feather(FILE).to_parquet(...) converts it",
     b"FEA1": "a Feather file; pandas.read_feather(FILE).to_parquet(...) converts it",
     b"ORC": "an ORC file; pandas.read_orc(FILE).to_parquet(...) converts it",
-    b"PK\x03\x04": "a zip archive, as Excel (.xlsx) writes it; pandas.read_excel(FILE).to_parquet(...) converts it",
+    b"PK\x03\x04": "a zip archive; unpack it",  # `_kind_of_zip` says more
     b"\xd0\xcf\x11\xe0": "an old Excel file (.xls); save it as CSV",
     b"\x93NUMPY": "an array of NumPy; use source arrays (numpy.savez)",
     b"SQLite format 3": "an SQLite database; pandas.read_sql(QUERY, sqlite3.connect(FILE)).to_parquet(...) converts it",
     b"\x89HDF": "an HDF5 file; return its arrays from a function my.py:load (h5py, or pandas.read_hdf)",
     b"{": "JSON; pandas.read_json(FILE, lines=True).to_parquet(...) converts lines of JSON",
     b"[": "JSON; pandas.read_json(FILE).to_parquet(...) converts it",
+    b"\x80\x03": _PICKLE,
+    b"\x80\x04": _PICKLE,
+    b"\x80\x05": _PICKLE,
     b"<": "HTML or XML; get the file itself, or save the table as CSV",
     b"version https://git-lfs": "a pointer of Git LFS, not the file; run git lfs pull",
 }
@@ -175,14 +180,37 @@ def _first_bytes(file: Path) -> bytes:
         raise DataError(f"{file} cannot be read: {error.strerror or error}") from error
 
 
+def other_kind(file: Path) -> str | None:
+    """What a file is that is no table, with how to convert it; None if its first bytes do not tell."""
+    start = _first_bytes(file).removeprefix(codecs.BOM_UTF8).lstrip()
+    of_zip = _kind_of_zip(file) if start.startswith(b"PK") else None
+    return of_zip or next((what for magic, what in _OTHERS.items() if start.startswith(magic)), None)
+
+
+def _kind_of_zip(file: Path) -> str | None:
+    """What a zip archive with files of a known program is; None for any other."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            names = archive.namelist()
+    except (zipfile.BadZipFile, OSError):
+        return None
+    return next((what for pattern, what in _ZIPS.items() if any(re.search(pattern, name) for name in names)), None)
+
+
+_ZIPS = {  # a name inside a zip archive -> what it is, and how it is read
+    r"^\[Content_Types\]\.xml$": "an Excel file (.xlsx); pandas.read_excel(FILE).to_parquet(...) converts it",
+    r"(^|/)data\.pkl$": "a file of torch.save; return its tensors from a function my.py:load (data.source)",
+    r"\.npy$": "an .npz file of NumPy; use source arrays",
+}
+
+
 def _read_csv(file: Path, first: bytes, csv: CsvFormat, ids: Sequence[str], labels: Sequence[str]) -> pa.Table:
     packed = next((suffix for start, suffix in _PACKED.items() if first.startswith(start)), None)
     if packed in (".gz", ".bz2", ".zst"):
         if not file.name.endswith(packed):
             raise DataError(f"{file} is compressed; rename it to {file.name}{packed}, or decompress it")
     else:
-        start = first.removeprefix(codecs.BOM_UTF8).lstrip()
-        other = next((what for magic, what in _OTHERS.items() if start.startswith(magic)), None)
+        other = other_kind(file)
         if packed or other:
             raise DataError(f"{file} is no CSV or Parquet file: it is {other or 'compressed as .xz; decompress it'}")
     _check_encoding(file, first, csv.encoding)

@@ -42,7 +42,7 @@ from cfl_ray.data.columns import (
 from cfl_ray.data.data_set import DataSet
 from cfl_ray.data.decoding import Decoder
 from cfl_ray.data.index_columns import FEWEST, counting_columns, index_columns
-from cfl_ray.data.table_files import FILENAME, CsvFormat, read_rows, with_filenames
+from cfl_ray.data.table_files import FILENAME, CsvFormat, other_kind, read_rows, with_filenames
 from cfl_ray.errors import DataError, did_you_mean
 
 
@@ -63,9 +63,14 @@ def read_npz(file: Path, required: Sequence[str], optional: Sequence[str] | None
             unknown = [name for name in loaded.files if name not in known]
             arrays = {name: loaded[name] for name in known if name in loaded}
     except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(f"{file} cannot be read as an .npz file of plain arrays: {error}") from error
+        kind = None if file.suffix == ".npz" else other_kind(file)
+        what = f"is {kind}" if kind else f"cannot be read as an .npz file of plain arrays: {error}"
+        raise DataError(f"{file} {what}") from error
     if missing := [name for name in required if name not in arrays]:
-        raise DataError(f"{file} has no array {missing[0]!r}; {needs}")
+        if any("/" in name for name in unknown) and (kind := other_kind(file)):  # a zip archive of other files
+            raise DataError(f"{file} is {kind}")
+        has = f"; it has {', '.join(unknown[:5])}{' ...' * (len(unknown) > 5)}" if unknown else ""
+        raise DataError(f"{file} has no array {missing[0]!r}; {needs}{has}")
     if unknown and optional is not None:
         raise DataError(f"{file} has an unknown array {unknown[0]!r}{did_you_mean(unknown[0], known)}")
     return arrays

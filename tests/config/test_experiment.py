@@ -550,6 +550,11 @@ class TestOverrides:
     def test_the_last_one_counts(self):
         assert load(None, ["rounds=3", "rounds=4"]).rounds == 4
 
+    def test_a_pattern_needs_no_quotes(self):
+        overrides = ["data.source=csv", "data.root=x", "data.train_files=*.csv", "data.test_files=*"]
+        data = load(None, [*overrides, "data.shift.kind=none", "data.partition.kind=iid"]).data
+        assert (data.train_files, data.test_files) == ("*.csv", "*")
+
     @pytest.mark.parametrize(
         "override, message",
         [
@@ -839,6 +844,18 @@ class TestDefaultView:
         assert not Experiment(data={"partition": {"kind": kind}}).data.warnings
         assert not Experiment(data={"test": {"view": "cluster"}}).data.warnings
 
+    def test_users_that_are_not_the_clients(self):
+        sources = ("femnist", "femnist_leaf", "shakespeare_leaf", "sent140_leaf", "mnist_by_writer")
+        for source in sources:
+            data = Experiment(data={"source": source, "root": "x"}).data
+            users = "users" if source.endswith("leaf") else "writers"
+            assert data.warnings == [
+                f"the {users} of source {source} are not the clients: partition.kind iid divides all samples anew; for a "
+                f"client of each of the {users} set data.partition: {{kind: writer, clients: null}}"
+            ]
+            writer = {"kind": "writer", "clients": None}
+            assert not Experiment(data={"source": source, "root": "x", "partition": writer}).data.warnings
+
 
 # values of an experiment, and below them the warning
 WITHOUT_EFFECT = """
@@ -862,7 +879,8 @@ data: {source: sine, normalize: [[0.5], [0.5]]}
     data.normalize ([[0.5], [0.5]]) has no effect: source sine generates the inputs as the model gets them
 data: {source: image_folder, root: x, test_files: y, test: {view: holdout}}
     data.test_files (y) has no effect: data.test.view is holdout; data.test.pool: true divides them among the clients \
-as well, and data.test.view: cluster, label or all tests clients on them
+as well, data.test.view: cluster, label or all tests clients on them, and a function that returns clients and \
+test_clients gives each client its own
 local: {epochs: 3, steps: 9}
     local.epochs (3) has no effect: local.steps is 9
 cohort: {fraction: 0.2, clients: 3}

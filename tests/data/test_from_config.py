@@ -225,11 +225,17 @@ class TestArrays:
         with pytest.raises(DataError, match="source arrays needs data.root: an .npz file"):
             build(SOURCE_KINDS.of(source="arrays"), 0, tmp_path)
         np.save(tmp_path / "one.npy", self.X)
+        np.savez(tmp_path / "client.npz", data=self.X)
         (tmp_path / "bad.npz").write_text("no archive")
+        (tmp_path / "femnist.h5").write_bytes(b"\x89HDF\r\n\x1a\n")
+        torch.save({"x": torch.ones(2)}, tmp_path / "0.pt")
         (tmp_path / "cut.npz").write_bytes((tmp_path / "mine.npz").read_bytes()[:500])
         for name, message in {
             "none.npz": "data.root: there is no file /.*none.npz; source arrays reads an .npz file",
             "one.npy": "one.npy holds a single array without a name, .* it needs x, y and clients",
+            "client.npz": "client.npz has no array 'x'; it needs x, y and clients; it has data",
+            "femnist.h5": "femnist.h5 is an HDF5 file; return its arrays from a function my.py:load",
+            "0.pt": "0.pt is a file of torch.save; return its tensors from a function my.py:load",
             "bad.npz": "bad.npz cannot be read as an .npz file",
             "cut.npz": "cut.npz cannot be read as an .npz file",
         }.items():

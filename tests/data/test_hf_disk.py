@@ -122,6 +122,14 @@ class TestFiles:
         images = read(tmp_path, train_files="train", test_files="validation")
         assert len(images.train_y) == len(images.test_y) == 6
 
+    def test_a_data_set_for_each_client(self, tmp_path):
+        for client in range(4):
+            save(tmp_path / "one" / f"client_{client}", ROWS)
+        save(tmp_path / "parts" / "client_0" / "train", ROWS)
+        for folder in ("one", "parts"):
+            with pytest.raises(DataError, match=f"{folder} holds .* folders of several; .*concatenate_datasets"):
+                read(tmp_path / folder)
+
     def test_renamed_classes_are_another_data_set(self, tmp_path):
         save(tmp_path / "d", ROWS)
         data = section(tmp_path / "d", partition={"clients": 2})

@@ -37,6 +37,17 @@ def test_json_is_read_as_the_bytes_it_was_made_from(tmp_path):
     assert np.array_equal(read(tmp_path, train_files="femnist/data").train_x, images.train_x)
 
 
+def test_a_test_part_without_effect_is_told(tmp_path):
+    write(tmp_path, "train/a.json", f0=user([0, 1], [0, 1]))
+    by_writer = {"kind": "writer", "clients": None}
+    assert not read(tmp_path, partition=by_writer).warnings[1:]  # of labels
+    write(tmp_path, "test/a.json", f0=user([3, 4], [0, 1]))
+    told = read(tmp_path, partition=by_writer).warnings[0]
+    assert told.startswith(f"the samples in {tmp_path / 'test'} have no effect: data.test.view is holdout; ")
+    for test in ({"view": "cluster"}, {"pool": True}):
+        assert "no effect" not in str(read(tmp_path, test=test).warnings)
+
+
 def test_shakespeare_is_the_next_character(tmp_path):
     write(tmp_path, "train/a.json", HAMLET={"x": ["a" * 80, "b" * 79 + "~"], "y": ["b", "\n"]})
     images = read(tmp_path, "shakespeare_leaf")

@@ -4,10 +4,13 @@ import bz2
 import datetime
 import decimal
 import gzip
+import io
 import json
+import pickle
 import subprocess
 import sys
 import uuid
+import zipfile
 
 import numpy as np
 import pandas as pd
@@ -21,6 +24,15 @@ from cfl_ray.data.sources import locate
 from cfl_ray.errors import DataError
 
 COLUMNS = {"label": "kind", "client": "shop"}
+
+
+def archive(*names):
+    """The bytes of a zip archive with empty files of these names."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as files:
+        for name in names:
+            files.writestr(name, b"")
+    return packed.getvalue()
 
 
 def section(file, columns=None, **data):
@@ -322,7 +334,11 @@ class TestFiles:
             ("5.1,3.5,0\n4.9,3.0,1\n", "has no header: its first line holds numbers, 5.1, 3.5, 0"),
             ("# of the lab\na,kind\n1,0\n", "its first line is a comment, '# of the lab'|cannot be read as a CSV file"),
             ('{"a": 1, "kind": 0}\n', "it is JSON; pandas.read_json"),
-            (b"PK\x03\x04\x14", "a zip archive, as Excel"),
+            (b"PK\x03\x04\x14", "a zip archive; unpack it"),
+            (archive("x/data.pkl", "x/data/0"), "it is a file of torch.save; return its tensors from a function"),
+            (archive("x.npy"), "it is an .npz file of NumPy; use source arrays"),
+            (archive("[Content_Types].xml", "xl/workbook.xml"), "it is an Excel file .*read_excel"),
+            (pickle.dumps({"data_indices": []}), "it is a pickle of Python; return its arrays from a function"),
             (b"ARROW1\x00\x00", "an Arrow IPC .Feather. file; pandas.read_feather"),
             (b"ORC\x03", "an ORC file"),
             (b"\x93NUMPY\x01", "use source arrays"),
