@@ -11,6 +11,23 @@ from pathlib import Path
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--hide-scrollbars")
 SECONDS = 60.0  # that a page may take to draw
+UNREADABLE = """(() => {
+    const found = []
+    for (const plot of document.querySelectorAll('.plot')) {
+        const frame = plot.getBoundingClientRect(), title = plot.closest('figure').querySelector('h4').textContent
+        const texts = [...plot.querySelectorAll('svg.main-svg text')]
+            .map(one => [one.textContent, one.getBoundingClientRect()]).filter(([_, box]) => box.width && box.height)
+        texts.forEach(([text, a], place) => {
+            if (a.left < frame.left - 1 || a.right > frame.right + 1 || a.top < frame.top - 1 || a.bottom > frame.bottom + 1)
+                found.push(`${title}: ${text}: cut off`)
+            for (const [other, b] of texts.slice(place + 1))
+                if (Math.min(a.right, b.right) - Math.max(a.left, b.left) > 2
+                    && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 3)
+                    found.push(`${title}: ${text} and ${other} overlap`)
+        })
+    }
+    return found
+})()"""  # texts of the figures that are cut off, or overlap
 
 
 class Browser:
@@ -119,6 +136,10 @@ class Browser:
         while not self.run(condition):
             assert time.monotonic() < end, f"not within {SECONDS} s: {condition}"
             time.sleep(0.05)
+
+    def unreadable(self) -> list[str]:
+        """The texts in the figures of a report that are cut off, or overlap another one."""
+        return self.run(UNREADABLE)
 
     def complaints(self) -> list[str]:
         """Errors and warnings of the console, exceptions, and violations of the policy."""

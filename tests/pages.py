@@ -1,12 +1,16 @@
 """A report made by hand, whose numbers are known."""
 
+from dataclasses import replace
+
 import numpy as np
 
+from cfl_ray.core.events import ClusterEvent
 from cfl_ray.core.reassigned import Reassigned
 from cfl_ray.report.report_data import Comparison, MethodRun, PerClient, RecordedMatrix, Report, ReportedExperiment
 from cfl_ray.tracking import RoundRecord
 
 ROUNDS, CLIENTS, GROUPS = 4, 12, 3
+SPLIT = {"mean": 0.25}  # what decided the split of `with_phases`
 HOSTILE = "<img src=x onerror=alert(1)>"
 
 
@@ -49,6 +53,16 @@ def per_client(value_of: dict[int, int]) -> PerClient:
 def plain(seed: int, end: float) -> MethodRun:
     """One model for all."""
     return MethodRun(seed, records(end), scores={"client": np.arange(CLIENTS), "accuracy": np.full(CLIENTS, end)})
+
+
+def with_phases(runs: list[MethodRun], phase: str) -> None:
+    """Puts the first two rounds of these runs into a phase, and the others into the phase federate."""
+    change, split = ClusterEvent(2, "phase", before=phase, phase="federate"), ClusterEvent(3, "split", 0, (0, 1), SPLIT)
+    for run in runs:
+        run.records[:] = [
+            replace(record, phase=phase if record.round < 3 else "federate", events=events)
+            for record, events in zip(run.records, ((), (change,), (split,), ()), strict=True)
+        ]
 
 
 def experiment(name: str = "digits", other: str = "fedavg") -> ReportedExperiment:

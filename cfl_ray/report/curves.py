@@ -36,6 +36,8 @@ from cfl_ray.tracking.record import (
 
 MOST_POINTS = 250  # most points of a line
 MOST_CHANGES = 30  # most changes of data that are drawn
+MOST_NAME_CHARS = 26  # of a band, whose name is written downwards
+NAME_SHARE = 0.075  # of the width of a narrow figure: the width of such a name
 
 
 @dataclass(frozen=True)
@@ -97,9 +99,20 @@ def _phases(runs: Sequence[MethodRun]) -> list[tuple[str, int, int]]:
 
 
 def _bands(experiment: ReportedExperiment) -> list[Plot]:
-    """A named band, in the method's colour, over the rounds of each phase of each method except the last phase."""
-    return [
-        {
+    """A named band, in the method's colour, over the rounds of each phase of each method except the last phase.
+
+    Bands that begin so close together that their names would overlap have one name in common.
+    """
+    bands = [
+        (first, place, label, phase, last)
+        for place, (label, runs) in enumerate(experiment.methods.items())
+        for phase, first, last in _phases(runs)[:-1]
+    ]
+    shapes: list[Plot] = []
+    named: list[tuple[int, Plot, list[tuple[str, str]]]] = []  # first round, shape; label and phase of each band
+    rounds = max((runs[0].records[-1].round for runs in experiment.methods.values() if runs[0].records), default=0)
+    for first, place, label, phase, last in sorted(bands):
+        shape: Plot = {
             "type": "rect",
             "layer": "below",
             "yref": "y domain",
@@ -109,11 +122,22 @@ def _bands(experiment: ReportedExperiment) -> list[Plot]:
             "x1": last + 0.5,
             "fillcolor": faint(look(place).colour, 0.1),
             "line": {"width": 0},
-            "label": {"text": f"{safe(label)}: {safe(phase)}", "textposition": "top left", "textangle": 90},
         }
-        for place, (label, runs) in enumerate(experiment.methods.items())
-        for phase, first, last in _phases(runs)[:-1]
-    ]
+        shapes.append(shape)
+        if not named or first - named[-1][0] > NAME_SHARE * rounds:
+            named.append((first, shape, []))
+        named[-1][2].append((label, phase))
+    for _, shape, names in named:  # downwards, right of the band's left edge
+        label = {"text": safe(_name_of_bands(names)), "textposition": "top left", "textangle": 90, "yanchor": "bottom"}
+        shape["label"] = label
+    return shapes
+
+
+def _name_of_bands(names: Sequence[tuple[str, str]]) -> str:
+    """The most exact name that fits in. names: label of the method and phase of each band."""
+    labels = dict.fromkeys(label for label, _ in names)
+    candidates = (", ".join(f"{label}: {phase}" for label, phase in names), f"phases: {', '.join(labels)}")
+    return next((name for name in candidates if len(name) <= MOST_NAME_CHARS), counted(len(names), "phase"))
 
 
 def _all(experiment: ReportedExperiment, name: str) -> dict[str, Series]:
@@ -375,6 +399,7 @@ def _events(experiment: ReportedExperiment) -> PageFigure | None:
     caption = f"Events of the first seed: {counts}. Pointing at an event shows the values that decided it."
     why = next((f" In round {round}, {label}: {text}." for round, label, text in of_kind.get("split", [])), "")
     figure = canvas(traces, "round", "", hovermode="closest", yaxis={"automargin": True})
+    figure["layout"]["barmode"] = "overlay"  # else each trace has a place of its own beside the method's row
     return PageFigure("Phases, and events of clusters", caption + why, figure, height=140 + 40 * len(rows))
 
 

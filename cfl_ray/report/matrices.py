@@ -222,13 +222,13 @@ def against_labels(title: str, label: str, name: str, matrix: RecordedMatrix, gr
     client_E2 = matrix.client_S[known][np.stack([i_E[drawn], j_E[drawn]], 1)]
     figure = canvas(
         _traces(name, client_E2, divergence_E[drawn], value_E[drawn], groups),
-        "Jensen-Shannon divergence of the clients' labels (bits)",
+        "divergence of labels (bits)",
         name,
     )
     caption = (
         f"{label}: Spearman's rank correlation of the {name} and the divergence of labels is {number(correlation)} "
-        f"over {len(pairs):,} pairs of {len(known):,} clients. The divergence is 0 for clients with the same shares of "
-        "labels, and 1 for those without a common label."
+        f"over {len(pairs):,} pairs of {len(known):,} clients. The Jensen-Shannon divergence is 0 for clients with "
+        "the same shares of labels, and 1 for those without a common label."
     )
     if len(drawn) < len(pairs):
         caption += f" {len(drawn):,} of {len(pairs):,} pairs are drawn, evenly in the order of divergence."

@@ -2,7 +2,7 @@
 
 import pytest
 from browser import CHROMIUM, Browser
-from pages import HOSTILE, report
+from pages import HOSTILE, report, with_phases
 
 from cfl_ray.report.page import render
 
@@ -55,6 +55,33 @@ def test_a_phone_shows_it_without_scrolling_sideways(browser, page):
     assert browser.run("document.documentElement.scrollWidth") == NARROW
     rights = "[...document.querySelectorAll('figure, svg.main-svg')].map(one => one.getBoundingClientRect().right)"
     assert browser.run(f"Math.max(...{rights})") <= NARROW
+
+
+@pytest.mark.parametrize("width", [NARROW, 1280])
+def test_texts_of_figures_neither_overlap_nor_are_cut_off(width, browser, tmp_path):
+    """The phases of two methods begin in the same round."""
+    shown = report(other="a_method_of_mine")
+    for label, runs in shown.experiments[0].methods.items():
+        with_phases(runs, f"first phase of {label}")
+    path = tmp_path / "report.html"
+    path.write_text(render(shown), encoding="utf-8")
+    browser.open(path, width=width)
+    assert browser.unreadable() == []
+
+
+def test_bars_of_phases_are_in_the_rows_of_their_methods(browser, tmp_path):
+    shown = report()
+    for runs in shown.experiments[0].methods.values():
+        with_phases(runs, "cluster")
+    path = tmp_path / "report.html"
+    path.write_text(render(shown), encoding="utf-8")
+    browser.open(path)
+    middles = """(find => [...[...document.querySelectorAll('.plot')].find(plot => plot.querySelector('.bars'))
+        .querySelectorAll(find)].map(one => one.getBoundingClientRect())
+        .map(box => Math.round(box.top + box.height / 2)))"""
+    bars, rows = browser.run(f"{middles}('.bars .point path')"), browser.run(f"{middles}('.ytick text')")
+    assert len(bars) == 4 and len(rows) == 2
+    assert all(min(abs(bar - row) for row in rows) <= 1 for bar in bars), (bars, rows)
 
 
 def test_it_prints_with_every_figure(browser, page, tmp_path):

@@ -8,9 +8,8 @@ from dataclasses import replace
 import numpy as np
 import plotly.graph_objects as go
 import pytest
-from pages import CLIENTS, HOSTILE, experiment, per_client, report
+from pages import CLIENTS, HOSTILE, experiment, per_client, report, with_phases
 
-from cfl_ray.core.events import ClusterEvent
 from cfl_ray.core.reassigned import Reassigned
 from cfl_ray.report.classes import MOST_CLASSES, class_figures
 from cfl_ray.report.clusters import client_figures, cluster_figures, mixture_figures
@@ -91,14 +90,8 @@ def test_classes_are_drawn_by_method_and_cluster(classes, drawn):
 
 
 def test_phases_are_bands_of_the_curves_and_events_are_on_the_time_axis():
-    split = ClusterEvent(3, "split", 0, (0, 1), {"mean": 0.25})
-    change = ClusterEvent(2, "phase", before="cluster", phase="federate")
     shown = experiment()
-    for run in shown.methods["ifca"]:
-        run.records[:] = [
-            replace(record, phase="cluster" if record.round < 3 else "federate", events=events)
-            for record, events in zip(run.records, ((), (change,), (split,), ()), strict=True)
-        ]
+    with_phases(shown.methods["ifca"], "cluster")
     figures = {figure.title: figure for figure in curves(shown)}
     for title in ("Clusters that have members", "Accuracy, P-server: the model that the server gives next"):
         band = figures[title].plot["layout"]["shapes"][0]
@@ -111,6 +104,24 @@ def test_phases_are_bands_of_the_curves_and_events_are_on_the_time_axis():
     text = "cluster 0 split into 0, 1 (mean 0.25)"
     assert marks == {"phase": ([2], ["phase cluster -&gt; federate"]), "split": ([3], [text])}
     assert timeline.caption.endswith(f"In round 3, ifca: {text}.")
+
+
+@pytest.mark.parametrize(
+    ("phases", "names"),
+    [
+        ({"ifca": "a"}, ["ifca: a"]),
+        ({"fedavg": "b", "ifca": "a"}, ["fedavg: b, ifca: a"]),
+        ({"fedavg": "a long name", "ifca": "a"}, ["phases: fedavg, ifca"]),
+        ({"a_method_with_a_long_name": "b", "ifca": "a"}, ["2 phases"]),
+    ],
+)
+def test_bands_that_begin_together_have_one_name(phases, names):
+    shown = experiment(other=next(iter({*phases} - {"ifca"}), "fedavg"))
+    for label, phase in phases.items():
+        with_phases(shown.methods[label], phase)
+    shapes = curves(shown)[0].plot["layout"]["shapes"]
+    assert len(shapes) == len(phases)
+    assert [shape["label"]["text"] for shape in shapes if "label" in shape] == names
 
 
 def test_runs_with_a_clock_have_a_curve_over_virtual_time():
