@@ -277,7 +277,8 @@ class Driver:
         if (study := self.study) is not None:
             tags |= {"label": study.method, "setting": study.setting, "study": study.root.name}
             return RunInfo(f"{study.setting}, {study.method}, seed {experiment.seed}", method.name, tags, params)
-        return RunInfo(f"{experiment.name}, {full_label(method)}, {when}", method.name, tags, params)
+        # the method first, since MLflow cuts long names in its list of runs and in legends
+        return RunInfo(f"{full_label(method)}, {experiment.name}, {when}", method.name, tags, params)
 
 
 def _comparison(results: Mapping[str, MethodResult]) -> dict[str, float]:

@@ -17,7 +17,7 @@ from cfl_ray.results.results import MethodResult, Results
 from cfl_ray.results.study_folder import begun_methods, is_finished, run_folders
 from cfl_ray.results.trained import TrainedMethod
 from cfl_ray.results.trust import load_record
-from cfl_ray.run_directory import RunDirectory
+from cfl_ray.run_directory import RUNS_OF_STUDY, RunDirectory
 from cfl_ray.tracking import read_end, read_records, resolve_uri
 
 
@@ -144,8 +144,8 @@ def find_runs(paths: Sequence[str | Path], trust: bool = False, code: str | None
 def _runs_below(path: Path, trust: bool, code: str | None) -> Iterator[FoundRun]:
     for folder, inner, files in os.walk(path):
         directory = Path(os.path.abspath(folder))  # equal for all runs of a study, independent of the given path
-        if RunDirectory(directory).is_study:
-            inner.clear()
+        if RunDirectory(directory).is_study and any(RunDirectory(directory).run_folders()):
+            inner.clear()  # otherwise it may be the user's folder, with a study's file beside runs/
             for setting, method, run in run_folders(directory):
                 if RunDirectory(run).info.is_file():
                     yield open_run(run, trust, (directory, setting, method), code)
@@ -162,7 +162,7 @@ _Place = tuple[Path, str, str] | tuple[None, None, None]  # folder of a study, s
 def _place_in_study(directory: Path) -> _Place:
     """Study, setting and method of a run folder; None for a run outside of studies."""
     parents = directory.parents
-    study = parents[2] if len(parents) > 2 else None
+    study = parents[2] if directory.match(RUNS_OF_STUDY) and len(parents) > 2 else None
     return (study, parents[1].name, parents[0].name) if study and RunDirectory(study).is_study else (None, None, None)
 
 

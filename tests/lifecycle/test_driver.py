@@ -68,11 +68,11 @@ def test_a_record_that_cannot_be_read_ends_its_method_and_the_run(experiment, tm
 
 
 def test_runs_are_named_by_what_tells_them_apart_and_the_parent_holds_the_comparison(experiment, tmp_path):
-    """Name: experiment, method, changed options, seed and time; a method's options are below `method.` only."""
+    """Name: method, changed options, experiment, seed and time; a method's options are below `method.` only."""
     methods = ["fedavg", {"ifca": {"num_clusters": 2}}, {"ifca": {"num_clusters": 3}}]
     results = simulate(experiment(methods=methods, rounds=1, seed=7), tmp_path / "run")
     parent, *children = [read_info(tmp_path / "run" / label) for label in ("", *results.methods)]
-    names = ("small", "small, fedavg", "small, ifca-num_clusters=2", "small, ifca-num_clusters=3")
+    names = ("small", "fedavg, small", "ifca-num_clusters=2, small", "ifca-num_clusters=3, small")
     for info, name in zip((parent, *children), names, strict=True):
         assert re.fullmatch(re.escape(name) + r", seed 7, \d{4}-\d\d-\d\d \d\d:\d\d", info.name)
     assert [info.params.get("method.num_clusters") for info in children] == [None, "2", "3"]

@@ -264,6 +264,17 @@ def test_trials_of_a_sweep_are_no_settings_over_which_methods_are_ranked(sweep, 
     assert (report_of(find_runs([study])).ranks is not None) == ranked
 
 
+def test_runs_below_the_file_of_a_study_that_is_not_their_own_are_found_as_they_are(runs, tmp_path):
+    """As with the file in the user's folder, and the runs in output folders below it."""
+    (tmp_path / "study.yaml").write_text("name: study\nexperiment: {methods: [fedavg]}\n")
+    for place in ("runs/run-0", "more/runs/run-1"):
+        shutil.copytree(runs / "run-0", tmp_path / place)
+    for path in (tmp_path, tmp_path / "runs", tmp_path / "more" / "runs" / "run-1"):
+        found = find_runs([path])
+        assert len(found) == (2 if path == tmp_path else 1)
+        assert all(run.study is None and run.setting is None for run in found), path
+
+
 def test_damaged_groups_are_named(runs, tmp_path):
     shutil.copytree(runs / "run-0", tmp_path / "run")
     scores = tmp_path / "run" / "ifca" / "client_metrics.arrow"
