@@ -18,7 +18,8 @@ UNREADABLE = """(() => {
         const texts = [...plot.querySelectorAll('svg.main-svg text')]
             .map(one => [one.textContent, one.getBoundingClientRect()]).filter(([_, box]) => box.width && box.height)
         texts.forEach(([text, a], place) => {
-            if (a.left < frame.left - 1 || a.right > frame.right + 1 || a.top < frame.top - 1 || a.bottom > frame.bottom + 1)
+            if (a.left < frame.left - 1 || a.right > frame.right + 1
+                || a.top < frame.top - 1 || a.bottom > frame.bottom + 1)
                 found.push(`${title}: ${text}: cut off`)
             for (const [other, b] of texts.slice(place + 1))
                 if (Math.min(a.right, b.right) - Math.max(a.left, b.left) > 2

@@ -1,5 +1,7 @@
 """The page in a browser: drawn, sorted, narrow, printed, and quiet."""
 
+from dataclasses import replace
+
 import pytest
 from browser import CHROMIUM, Browser
 from pages import HOSTILE, report, with_phases
@@ -82,6 +84,25 @@ def test_bars_of_phases_are_in_the_rows_of_their_methods(browser, tmp_path):
     bars, rows = browser.run(f"{middles}('.bars .point path')"), browser.run(f"{middles}('.ytick text')")
     assert len(bars) == 4 and len(rows) == 2
     assert all(min(abs(bar - row) for row in rows) <= 1 for bar in bars), (bars, rows)
+
+
+def test_the_usual_table_of_several_seeds_needs_no_scrolling(browser, tmp_path):
+    metrics = ["accuracy", "accuracy_local", "accuracy_tuned", "accuracy_p10", "macro_f1", "ari", "num_clusters"]
+    metrics += ["mbit", "rounds_to_target", "seconds"]
+    values = [0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 3.7, 4.4, 13.3, 41.7]
+    stds = [0.01, 0.01, 0.01, 0.01, 0.01, 0.2, 0.6, 0.01, 3.2, 4.8]
+    shown = report()
+    scores = dict(zip(metrics, values, strict=True)) | {
+        f"{name}_std": std for name, std in zip(metrics, stds, strict=True)
+    }
+    rows = [row | scores | {"runs": 3, "p": 0.003, "effect": -10.5} for row in shown.rows]
+    path = tmp_path / "report.html"
+    path.write_text(render(replace(shown, columns=metrics, rows=rows)), encoding="utf-8")
+    browser.open(path, width=1280)
+    table = "document.querySelector('.scroll')"
+    assert browser.run(f"{table}.querySelectorAll('th').length") == len(metrics) + 3
+    wide, room = browser.run(f"[{table}.scrollWidth, {table}.clientWidth]")
+    assert wide <= room
 
 
 def test_it_prints_with_every_figure(browser, page, tmp_path):
