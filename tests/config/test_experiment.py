@@ -850,8 +850,8 @@ class TestDefaultView:
             data = Experiment(data={"source": source, "root": "x"}).data
             users = "users" if source.endswith("leaf") else "writers"
             assert data.warnings == [
-                f"the {users} of source {source} are not the clients: partition.kind iid divides all samples anew; for a "
-                f"client of each of the {users} set data.partition: {{kind: writer, clients: null}}"
+                f"the {users} of source {source} are not the clients: partition.kind iid divides all samples anew; for "
+                f"a client of each of the {users} set data.partition: {{kind: writer, clients: null}}"
             ]
             writer = {"kind": "writer", "clients": None}
             assert not Experiment(data={"source": source, "root": "x", "partition": writer}).data.warnings
