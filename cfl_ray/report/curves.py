@@ -128,8 +128,8 @@ def _bands(experiment: ReportedExperiment) -> list[Plot]:
             named.append((first, shape, []))
         named[-1][2].append((label, phase))
     for _, shape, names in named:  # downwards, right of the band's left edge
-        label = {"text": safe(_name_of_bands(names)), "textposition": "top left", "textangle": 90, "yanchor": "bottom"}
-        shape["label"] = label
+        text = safe(_name_of_bands(names))
+        shape["label"] = {"text": text, "textposition": "top left", "textangle": 90, "yanchor": "bottom"}
     return shapes
 
 
