@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from cfl_ray.config import ColumnsConfig
 from cfl_ray.core.tasks import TARGETS
 from cfl_ray.data.array_checks import DENSE, dense_labels, numbers, targets_of
 from cfl_ray.data.table_files import is_number, is_text, plain
@@ -273,6 +274,19 @@ def _text_of(value: bytes) -> str:
         return value.decode()
     except UnicodeDecodeError:
         return value.hex()
+
+
+def unread_warnings(file: str, names: list[str], columns: ColumnsConfig) -> list[str]:
+    """A warning of the columns of images or lists that are not read, if no column of clients is named; else empty."""
+    read = (columns.image, *label_names(columns.label), columns.client, columns.group, columns.time)
+    unread = [name for name in names if name not in read]
+    if columns.client is not None or not unread:
+        return []
+    more = " ..." if len(unread) > 5 else ""
+    return [
+        f"{file}: the columns {', '.join(unread[:5])}{more} are not read; if one has the client of each sample, name "
+        "it in data.columns.client"
+    ]
 
 
 def alike_warnings(place: str, ids: np.ndarray, what: str) -> list[str]:

@@ -4,6 +4,7 @@ Arrays of samples may be larger than memory.
 """
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from cfl_ray.config import DataConfig
-from cfl_ray.config.data import FilesDataConfig
+from cfl_ray.config.data import FilesDataConfig, MedMnistConfig
 from cfl_ray.data.federation import DataShape
 from cfl_ray.data.raw_files import RawFiles
 from cfl_ray.errors import DataError
@@ -142,10 +143,12 @@ def roots(data: DataConfig) -> list[Path]:
     if data.root is not None:
         root = Path(data.root).expanduser()
         if root.is_file():
-            raise DataError(
-                f"data.root: {root} is a file, expected a folder; write root: {root.parent}"
-                + (f" and train_files: {root.name}" if getattr(data, "train_files", None) is None else "")
-            )
+            advice = f"write root: {root.parent}"
+            if re.search(r"\.(tar|tgz|zip|7z)(\.\w+)?$", root.name):
+                advice = "unpack it, and name the folder with its content"
+            elif isinstance(data, MedMnistConfig) and data.train_files is None:
+                advice += f" and train_files: {root.name}"
+            raise DataError(f"data.root: {root} is a file, expected a folder; {advice}")
         return [root]
     named = os.environ.get("CFL_RAY_DATA")
     here = [Path()] if isinstance(data, FilesDataConfig) and data.train_files else []

@@ -4,7 +4,7 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from cfl_ray.config import ColumnsConfig
 from cfl_ray.data import hf_disk
-from cfl_ray.data.columns import MAX_LABEL, Named, alike_warnings, column_of, concatenated, label_names
+from cfl_ray.data.columns import MAX_LABEL, Named, alike_warnings, column_of, concatenated, label_names, unread_warnings
 from cfl_ray.data.data_set import DataSet, Progress
 from cfl_ray.data.decoding import Decoder, Encoded, suffixes
 from cfl_ray.data.raw_files import FileState, RawFiles
@@ -43,11 +43,13 @@ def read_parquet(
     transparency: str = "white",
     dense: bool = False,
     validation: Sequence[Path] = (),
+    names_unread: bool = False,
 ) -> DataSet:
     """The images of these files in file order. Raises DataError naming the file and row of unusable data.
 
     num_classes: None for the largest label + 1. transparency: as in `Decoder`. dense: whether labels that occur are
-    numbered anew, without gaps. pixels: False decodes only the first image, for its shape.
+    numbered anew, without gaps. pixels: False decodes only the first image, for its shape. names_unread: whether a
+    warning names the columns that are not read.
     """
     test, labels = [*test, *validation], label_names(columns.label)
     others = [name for name in (columns.client, columns.group, columns.time) if name]
@@ -66,7 +68,8 @@ def read_parquet(
     )
     num_validation = sum(_open(file, labels).metadata.num_rows for file in validation)
     data_set = data_set_of(parts, inputs, columns, num_classes=num_classes, dense=dense, num_validation=num_validation)
-    return decoder.with_report(data_set, parts[0][0])
+    unread = unread_warnings(str(train[0]), schemas[train[0]].names, columns) if names_unread else []
+    return decoder.with_report(replace(data_set, warnings=(*data_set.warnings, *unread)), parts[0][0])
 
 
 def _columns_of(files: list[Path], names: list[str]) -> Named:

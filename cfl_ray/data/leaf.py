@@ -147,16 +147,19 @@ def _once(file: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
+_OTHER_DATA = "a function reads other data of LEAF (docs/extend/data.md#clients-that-another-tool-has-divided)"
+
+
 def handwriting(file: Path, user: str, count: int, x: Any, y: Any) -> Samples:
     """FEMNIST: images as uint8, without loss, since LEAF's pixels are 8-bit values divided by 255."""
     try:
         x, y = np.asarray(x, np.float64), _whole(np.asarray(y))
     except (ValueError, TypeError, OverflowError) as error:
-        raise DataError(f"{file}: data of user {user!r} cannot be read: {error!r}") from error
+        raise DataError(f"{file}: data of user {user!r} cannot be read: {error!r}; {_OTHER_DATA}") from error
     if x.shape != (count, SIDE * SIDE) or y.shape != (count,):
         raise DataError(
             f"{file}: user {user!r} needs x of shape ({count}, {SIDE * SIDE}) and y of ({count},), "
-            f"got {x.shape} and {y.shape}"
+            f"got {x.shape} and {y.shape}; {_OTHER_DATA}"
         )
     if not (x.min() >= 0 and x.max() <= 1):
         raise DataError(f"{file}: pixels of user {user!r} must lie in [0, 1], got {x.min()}..{x.max()}")

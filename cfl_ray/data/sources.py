@@ -349,7 +349,8 @@ def images(data: ColumnsDataConfig) -> Source:
 
 def _parquet(data: ColumnsDataConfig) -> Callable[..., DataSet]:
     """Reads the images of Parquet files as `data` says."""
-    return partial(image_files.read_parquet, transparency=data.transparency, dense=data.labels == "dense")
+    dense = data.labels == "dense"
+    return partial(image_files.read_parquet, transparency=data.transparency, dense=dense, names_unread=True)
 
 
 def femnist(data: ColumnsDataConfig) -> Source:

@@ -38,6 +38,7 @@ from cfl_ray.data.columns import (
     ranks_in_time,
     stacked,
     targets_of_columns,
+    unread_warnings,
 )
 from cfl_ray.data.data_set import DataSet
 from cfl_ray.data.decoding import Decoder
@@ -240,7 +241,8 @@ def read_hf(train: Path, test: Path | None, validation: Path | None, data: HfDis
         class_names=class_names,
         num_validation=0 if validation is None else sum(table.num_rows for table in tables[-1]),
     )
-    return decoder.with_report(data_set, parts[0][0])
+    unread = unread_warnings(str(saved[0].files[0]), parts[0][1].column_names, columns)
+    return decoder.with_report(replace(data_set, warnings=(*data_set.warnings, *unread)), parts[0][0])
 
 
 def data_set_of(

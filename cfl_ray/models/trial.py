@@ -84,6 +84,9 @@ def _check_parameters(recipe: ModelRecipe, module: nn.Module) -> None:
             )
 
 
+_TOKENS = "the inputs are token ids, so name a model that begins with nn.Embedding, as in examples/text.py"
+
+
 def _check_forward(recipe: ModelRecipe, module: nn.Module) -> bool:
     """Raises ConfigError for a pass that fails. Returns whether it draws random numbers, other than for dropout."""
     samples = "samples" if recipe.dtype.is_floating_point else f"{recipe.dtype} samples"
@@ -94,9 +97,11 @@ def _check_forward(recipe: ModelRecipe, module: nn.Module) -> bool:
             outputs = module(recipe.samples())
             draws = before != global_generators.states()
     except Exception as error:
+        embeds = any(isinstance(part, nn.Embedding | nn.EmbeddingBag) for part in module.modules())
+        remedy = "; " + _TOKENS if not (recipe.dtype.is_floating_point or embeds) else ""
         raise ConfigError(
             f"model {recipe.place} does not take {samples} of shape {recipe.input_shape}{mode}: "
-            f"{_explained(recipe, error)}"
+            f"{_explained(recipe, error)}{remedy}"
         ) from error
     if dropouts.calls and not module.training:
         _raise_dropout(recipe, module)

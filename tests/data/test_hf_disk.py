@@ -74,6 +74,18 @@ class TestFiles:
         (tmp_path / "state.json").write_text(json.dumps(state))
         assert read(tmp_path).train_x[:, 0].tolist() == [3, 4, 5, 0, 1, 2]
 
+    def test_columns_that_are_not_read_are_named(self, tmp_path):
+        def told(**columns):
+            section = SOURCE_KINDS.of(source="hf_disk", root=str(tmp_path), columns={"image": "x", **columns})
+            return [line for line in locate("hf_disk", section).read(True, None).warnings if "not read" in line]
+
+        save(tmp_path, ROWS)
+        assert not told()
+        save(tmp_path, ROWS | {"partition_id": [0, 0, 0, 1, 1, 1]})
+        (line,) = told()
+        assert "the columns partition_id are not read; if one has the client of each sample, name it in" in line
+        assert not told(client="partition_id")
+
     def test_a_format_is_a_view(self, tmp_path):
         save(tmp_path, ROWS, state={"_format_type": "torch", "_format_columns": ["x"]})
         assert read(tmp_path).train_y.tolist() == ROWS["label"]

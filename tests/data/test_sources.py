@@ -103,6 +103,19 @@ def test_globs_stay_below_the_root(tmp_path):
         locate("images", SOURCE_KINDS.of(source="images", root=str(tmp_path), train_files="/etc/*.parquet"))
 
 
+def test_a_file_in_place_of_a_folder(tmp_path):
+    for source, name, advice in (
+        ("image_folder", "clients.tar", "unpack it, and name the folder with its content"),
+        ("image_folder", "train.tar.gz", "unpack it, and name the folder with its content"),
+        ("hf_disk", "data-00000-of-00001.arrow", f"write root: {tmp_path}"),
+        ("medmnist", "pathmnist.npz", f"write root: {tmp_path} and train_files: pathmnist.npz"),
+    ):
+        (tmp_path / name).touch()
+        with pytest.raises(DataError) as error:
+            locate(source, SOURCE_KINDS.of(source=source, root=str(tmp_path / name)))
+        assert str(error.value).endswith(f"is a file, expected a folder; {advice}")
+
+
 @pytest.mark.parametrize(
     "name, folder, train, test, classes, kind",
     [

@@ -197,6 +197,14 @@ def test_what_cannot_work_is_refused_before_a_run(name, options, shape, message)
         recipe(name, options, shape, 10)
 
 
+def test_token_ids_need_an_embedding():
+    with pytest.raises(ConfigError, match="mlp does not take torch.int64 samples .* begins with nn.Embedding"):
+        recipe("mlp", {}, (80,), 10, torch.int64)
+    with pytest.raises(ConfigError) as error:
+        recipe(lambda: nn.Sequential(nn.Embedding(2, 3), nn.Linear(4, 10)), {}, (80,), 10, torch.int64)
+    assert "does not take torch.int64 samples" in str(error.value) and "begins with" not in str(error.value)
+
+
 class Changed(nn.Module):
     """A linear layer whose outputs a function (outputs, module) changes."""
 
