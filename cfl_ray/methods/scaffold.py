@@ -33,7 +33,7 @@ from torch import Tensor
 
 from cfl_ray.core.clients import ClientProgram, Clients, Gradient, Held, LocalTraining, ProgramClient
 from cfl_ray.core.method import Method, Start, option, weights_option
-from cfl_ray.core.params import ParamSpec
+from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.state import State
 from cfl_ray.methods.fednova import accumulation
@@ -135,7 +135,9 @@ class Scaffold(Method[ControlState], name="scaffold"):
 
     def round(self, state: ControlState, clients: Clients, rng: Draws) -> ControlState:
         trained = clients.spec.trained
-        x, c = clients.send(state.models_KP), clients.send(state.sum_KP / len(state.assign_N))
+        of_weights = Columns(((0, trained),))  # statistics of normalisation have no gradient, so no control variate
+        x = clients.send(state.models_KP)
+        c = clients.send(state.sum_KP / len(state.assign_N), columns=of_weights)
         # y_i <- y_i - eta (g_i(y_i) - c_i + c);  c_i+
         weight_RM = np.stack([clients.weights(kind) for kind in dict.fromkeys([self.weights, "uniform"])])
         momentum, restart = clients.local.momentum, self.leavers == "restart"

@@ -101,6 +101,19 @@ def test_of_a_round_follows_the_table(name, options, first, later):
         assert (one.stats.traffic.down_bits, one.stats.traffic.up_bits) == (32 * size * down, 32 * size * up), number
 
 
+@pytest.mark.parametrize(
+    "name, down, up",
+    [("fedavg", 35, 35), ("fedbn", 23, 23), ("scaffold", 35 + 29, 35 + 29), ("ifca", 4 * 35, 35 + 1)],
+)
+def test_statistics_of_normalisation_count_like_weights_and_have_no_control_variates(name, down, up):
+    """MLP 4-3-2 of 23 weights, with a BatchNorm of 6 weights and 6 statistics."""
+    network = lambda: nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.BatchNorm1d(3), nn.ReLU(), nn.Linear(3, 2))
+    local = LocalSGD(epochs=1, batch_size=20, lr=0.1)
+    one = Stage(uneven([20, 30, 20], (4,), classes=2), network, local, "sequential")
+    one.play(REGISTRY[name](), None)
+    assert (one.stats.traffic.down_bits, one.stats.traffic.up_bits) == (32 * 3 * down, 32 * 3 * up)
+
+
 def test_a_client_that_stocfl_first_sees_after_round_1_receives_the_anchor():
     """2 models down and up, and Psi up; psi down, which is what the participants of round 1 receive as omega."""
     one, method = stage(), REGISTRY["stocfl"]()
