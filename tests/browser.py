@@ -43,6 +43,8 @@ class Browser:
             first, second = os.dup(to_child), os.dup(from_child)
             os.dup2(first, 3)
             os.dup2(second, 4)
+            os.set_inheritable(3, True)  # where they have these numbers already, nothing else does so
+            os.set_inheritable(4, True)
 
         self._process = subprocess.Popen(
             command,
