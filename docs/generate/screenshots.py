@@ -83,10 +83,9 @@ def opened(browser: Browser, url: str, width: int, height: int) -> None:
     """Opens a page of MLflow without its assistant, in a window of this size."""
     browser.visit(url)
     browser.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
-    close = "document.querySelector('button[aria-label=Close]')"
-    browser.wait(f"!!{close}")
-    browser.run(f"{close}.click()")
-    browser.wait(f"!{close}")
+    browser.wait("document.body.innerText.includes('Settings')")
+    time.sleep(SETTLED_SECONDS)
+    browser.run("document.querySelector('button[aria-label=Close]')?.click()")  # not on every page
 
 
 def metric_page(browser: Browser, server: str, run_dir: Path) -> None:
@@ -98,7 +97,7 @@ def metric_page(browser: Browser, server: str, run_dir: Path) -> None:
     words = {name: json.dumps(value) for name, value in query.items()} | {"x_axis": "step", "y_axis_scale": "linear"}
     words |= {"line_smoothness": "1", "show_point": "false"}
     opened(browser, f"{server}/#/metric?{urlencode(words)}", 1306, 900)
-    browser.wait(f"document.querySelectorAll('.legend .traces').length === {len(runs)}")
+    browser.wait(f"document.body.innerText.split(' (accuracy)').length > {len(runs)}")
     browser.run("document.head.insertAdjacentHTML('beforeend', '<style>.modebar { display: none }</style>')")
     title = "[...document.querySelectorAll('h1, h2')].find(one => one.innerText === 'accuracy')"
     time.sleep(SETTLED_SECONDS)
