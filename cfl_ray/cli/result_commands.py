@@ -244,12 +244,21 @@ def _print_table(
     notes: list[str],
 ) -> None:
     """Prints the table of metrics in another format than LaTeX, and below it the notes, and one on the test."""
-    from cfl_ray.results.comparison import by_experiment, chosen_metrics, format_table, is_dense, table_of, tests_of
+    from cfl_ray.results.comparison import (
+        by_experiment,
+        chosen_metrics,
+        format_table,
+        is_dense,
+        table_of,
+        tests_of,
+        unequal_runs,
+    )
     from cfl_ray.results.significance import tests_in_words
 
     frame = table_of(run_metrics, metrics, test, correction, scores, against)
     several = len(metrics) == 1 and against is None and frame["experiment"].nunique() > 1
     if is_wide := several and style != "csv" and is_dense(run_metrics):
+        notes = [*filter(None, [unequal_runs(frame)]), *notes]
         frame = by_experiment(frame, str(frame.columns[3]))
     print(format_table(frame, style, test))
     if style == "csv":

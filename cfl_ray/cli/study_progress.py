@@ -21,7 +21,7 @@ from cfl_ray.config.study import ALL_SETTINGS
 from cfl_ray.config.sweep import short_names
 from cfl_ray.errors import ConfigError, command, counted, duration
 from cfl_ray.report.drawing import listed, tested_in_words
-from cfl_ray.results.comparison import by_experiment, column_of, mean_and_spread, rounds_in_words
+from cfl_ray.results.comparison import by_experiment, column_of, mean_and_spread, rounds_in_words, unequal_runs
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.study.run import StudyResults, StudyWatcher
 from cfl_ray.study.study_plan import StudyRun
@@ -199,6 +199,8 @@ def show_tables(table: "pd.DataFrame", metrics: Sequence[str], console: Console)
         for name, cells in wide.iterrows():
             grid.add_row(escape(str(name)), *map(str, cells))
         printed_tables.print_table(grid, console)
+    if unequal := unequal_runs(table):
+        say(unequal, console)
 
 
 def show_trials(ranked: Sequence[RankedTrial], best: Sequence[RankedTrial], metric: str, console: Console) -> None:

@@ -18,7 +18,7 @@ from cfl_ray.config.data import NOT_IN_RECIPE
 from cfl_ray.config.experiment import NOT_HASHED
 from cfl_ray.core.method import Method
 from cfl_ray.core.metrics import METRICS, Metric
-from cfl_ray.errors import ConfigError, did_you_mean
+from cfl_ray.errors import ConfigError, did_you_mean, some_of
 from cfl_ray.errors.redaction import redact
 from cfl_ray.methods import full_label
 from cfl_ray.report.drawing import tested_in_words, with_spread
@@ -75,6 +75,7 @@ _LESS = (  # metrics of which lower values are better
     "rounds_to_recover",
 )
 _WHOLE = re.compile(f"num_clusters|correct_clients|cohort_size|clients_.*|updates_.*|rounds_to_.*|{BEST_ROUND}")
+_FEWER_NAMED = 6  # means of fewer runs than others
 _SHOWN_KEYS, _SHOWN_LETTERS = 3, 40  # in the name of an experiment: number of keys, length of a value
 
 
@@ -346,6 +347,18 @@ def by_experiment(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
     wide = wide.reindex(index=frame["method"].unique(), columns=frame["experiment"].unique())
     wide.columns.name = None
     return wide.reset_index(allow_duplicates=True)  # an experiment may be called "method"
+
+
+def unequal_runs(frame: pd.DataFrame) -> str:
+    """Which means of a frame of `compare_runs` are of fewer runs than others, as a sentence; empty if none is."""
+    most = frame["runs"].max()
+    of_one = frame["experiment"].nunique() < 2
+    fewer = [
+        f"{method if of_one else f'{method} in {experiment}'} {runs}"
+        for experiment, method, runs in frame[["experiment", "method", "runs"]].itertuples(index=False)
+        if runs < most
+    ]
+    return f"The means are of {most} runs, but those of {some_of(fewer, _FEWER_NAMED)}." if fewer else ""
 
 
 def is_dense(run_metrics: RunMetrics) -> bool:

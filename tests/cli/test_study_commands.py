@@ -247,6 +247,15 @@ def test_many_settings_are_rows():
     assert re.search(r"method .*setting-0 .*setting-1 .*setting-2", printed)
 
 
+def test_means_of_fewer_runs_are_named():
+    """As after another seed of some of the methods."""
+    frame = table(2, 2)
+    assert "The means are" not in text_of(80, lambda console: show_tables(frame, ["accuracy"], console))
+    frame.loc[[0, 3], "runs"] = [1, 2]
+    printed = " ".join(text_of(80, lambda console: show_tables(frame, ["accuracy"], console)).split())
+    assert "The means are of 3 runs, but those of method-0 in setting-0 1, method-1 in setting-1 2." in printed
+
+
 def test_trials_in_a_narrow_terminal():
     key = "methods.stocfl.a_very_long_option_of_some_method"
     ranked = [RankedTrial("a", "stocfl", {key: 0.1 * n, "local.lr": 1}, {0: 0.5}, n + 1) for n in range(40)]
