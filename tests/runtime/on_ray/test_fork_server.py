@@ -82,7 +82,7 @@ def output_of_worker(started, *arguments, language="PYTHON", **variables):
     command = [sys.executable, WORKER_PROGRAM, str(folder / "about.py"), *arguments, f"--language={language}"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, env=environment | variables, **pipes)
-    return json.loads(process.communicate("given", timeout=60)[0])
+    return json.loads(process.communicate("given", timeout=180)[0])
 
 
 def test_a_worker_is_forked_and_is_as_a_new_program(started):
