@@ -1,6 +1,6 @@
 """Pictures of real runs: `python docs/generate/screenshots.py FOLDER` runs what FOLDER lacks, and draws them.
 
-They are MLflow's page of a metric and of a study, the report, and the figure of accuracy by traffic. It needs Chromium,
+They are MLflow's page of a metric, the report, and the figure of accuracy by traffic. It needs Chromium,
 and Pillow, which Matplotlib brings.
 """
 
@@ -13,15 +13,13 @@ import unittest.mock
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 from urllib.parse import urlencode
 
 from PIL import Image
 
-from cfl_ray import Study, load, load_run, run_study, simulate
+from cfl_ray import load, load_run, simulate
 from cfl_ray.report import figures
 from cfl_ray.results.reporting import write_report
-from cfl_ray.tracking.mlflow import page_of
 from cfl_ray.tracking.mlflow_tracker import Destination
 
 ROOT = Path(__file__).parents[2]
@@ -33,17 +31,6 @@ from jobs.chaos.mlflow_server import MlflowServer  # noqa: E402
 
 SIX = "methods=[fedavg,ditto,ifca,fesem,fl_hc,stocfl]"
 SEEDS = 3  # of the six methods
-RATES: dict[str, Any] = {
-    "name": "rates",
-    "seeds": [0, 1, 2, 3, 4],
-    "experiment": {
-        "rounds": 10,
-        "methods": ["fedavg", "ifca", "stocfl"],
-        "data": {"shift": {"kind": "rotated"}},
-        "tracking": {"experiment": "digits"},
-    },
-    "settings": {"slow": {"local": {"lr": 0.01}}, "fast": {"local": {"lr": 0.1}}},
-}
 SHOWN = (  # figures of the report in its picture, besides the table
     "Accuracy, P-server: the model that the server gives next",
     "Accuracy, P-local: the model that a client holds",
@@ -58,11 +45,10 @@ SETTLED_SECONDS = 3.0  # until a page has moved its parts to their places
 
 
 def missing_runs(folder: Path) -> None:
-    """Makes the runs that the folder lacks; a study goes on with those that it has."""
+    """Makes the runs that the folder lacks."""
     out = f"output={folder}"
     if not (folder / "digits").exists():
         simulate(load(None, [out]), folder / "digits")
-    run_study(Study.model_validate(RATES | {"experiment": RATES["experiment"] | {"output": str(folder)}}), at_once=1)
     for seed in range(SEEDS):
         if not (place := folder / f"six-{seed}").exists():
             simulate(load(None, [out, "rounds=30", "evaluation.tuned_epochs=1", SIX, f"seed={seed}"]), place)
@@ -106,19 +92,6 @@ def metric_page(browser: Browser, server: str, run_dir: Path) -> None:
     )
 
 
-def study_page(browser: Browser, server: str, folder: Path) -> None:
-    """The page of a study, with its table and figures."""
-    study = Destination.read(folder)
-    assert study.experiment_id and study.run_id
-    opened(browser, f"{server}/{page_of(study.experiment_id, study.run_id)}", 1360, 1060)
-    browser.click("Show more")
-    pictures = "[...document.images].filter(image => image.src.includes('get-artifact'))"
-    browser.wait(f"{pictures}.length && {pictures}.every(image => image.complete)")
-    browser.run("document.querySelectorAll('*').forEach(one => { one.scrollTop = 0 })")
-    time.sleep(SETTLED_SECONDS)
-    optimised(shot(browser, 0, 0, 1360, 1060), IMAGES / "mlflow_study.png")
-
-
 def report(browser: Browser, run_dirs: Sequence[Path]) -> None:
     """The table of the report of several seeds, and some of its figures."""
     with TemporaryDirectory() as folder:
@@ -149,7 +122,6 @@ def main(folder: Path) -> None:
     try:
         with TemporaryDirectory() as profile, Browser(Path(profile)) as browser:
             metric_page(browser, server.uri, digits)
-            study_page(browser, server.uri, folder / RATES["name"])
             report(browser, [folder / f"six-{seed}" for seed in range(SEEDS)])
     finally:
         server.kill()
