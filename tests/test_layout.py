@@ -278,7 +278,6 @@ def test_config_sections_end_in_config():
         assert cls.__name__.endswith("Config"), cls
 
 
-@pytest.mark.slow  # wording
 def test_words():
     """Plain technical English: clients and users are named, not spoken of as persons."""
     wrong = re.compile(r"\b(nobody|everybody|somebody|anybody)\b", re.I)

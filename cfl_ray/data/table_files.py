@@ -181,14 +181,14 @@ def _first_bytes(file: Path) -> bytes:
 
 
 def other_kind(file: Path) -> str | None:
-    """What a file is that is no table, with how to convert it; None if its first bytes do not tell."""
+    """The kind of a file that is no table, with how to convert it; None if its first bytes do not tell."""
     start = _first_bytes(file).removeprefix(codecs.BOM_UTF8).lstrip()
     of_zip = _kind_of_zip(file) if start.startswith(b"PK") else None
     return of_zip or next((what for magic, what in _OTHERS.items() if start.startswith(magic)), None)
 
 
 def _kind_of_zip(file: Path) -> str | None:
-    """What a zip archive with files of a known program is; None for any other."""
+    """The kind of a zip archive with files of a known program; None for any other."""
     try:
         with zipfile.ZipFile(file) as archive:
             names = archive.namelist()
