@@ -23,7 +23,7 @@
 # cfl_ray is found on the nodes by PATH: activate its virtual environment, on a shared file system, before sbatch, which passes
 # the environment on. Further variables:
 #   CFL_RAY_INTERFACE      network interface of the nodes, e.g. ib0; default: the first address of `hostname -I`
-#   CFL_RAY_JOIN_SECONDS   limit for all nodes to join; default: 300
+#   CFL_RAY_JOIN_SECONDS   limit for all nodes to join, in which a Ray that does not start is started again; default: 300
 #   SLURM_TMPDIR           node-local folder for Ray's files, where the cluster sets one; default: /tmp
 #
 # `ray symmetric-run` is not used, because it ends all Ray processes of the user on a node, including those of other jobs.
@@ -67,13 +67,12 @@ wait_for() { # returns the status of a process; `wait` alone ends with the first
 listens() { (exec 3<> "/dev/tcp/$1/$2") 2> /dev/null; }
 
 ray_node() { # on every node, as its one task
-    local folder=${SLURM_TMPDIR:-/tmp} agent_port node status=0 asked="" memory=()
+    local folder=${SLURM_TMPDIR:-/tmp} deadline=$((SECONDS + ${CFL_RAY_JOIN_SECONDS:-300})) node status=0 asked="" memory=()
     [ ${#folder} -le 40 ] || folder=/tmp # paths of sockets have at most 107 bytes
     folder=$(mktemp -d "$folder/r.XXXXXX")
     # shellcheck disable=SC2064
     trap "rm -rf '$folder'" EXIT
     trap 'exit 0' USR2
-    agent_port=$(free_ports 1)
     # Ray would take 30 % of the machine's memory, whatever the job's share of it
     [ "${SLURM_MEM_PER_NODE:-0}" -eq 0 ] || memory=(--object-store-memory=$((SLURM_MEM_PER_NODE * 1024 * 1024 * 3 / 10)))
     if [ "$SLURM_NODEID" -eq 0 ]; then
@@ -84,14 +83,20 @@ ray_node() { # on every node, as its one task
         set -- "--address=$HEAD:$GCS_PORT"
     fi
     trap '' USR2 # Slurm sends it to all processes of the step; Ray's ignore it and are ended by `node`
-    # Ray would wait half a minute for work to leave a node that ends; Slurm kills after about as long (KillWait)
-    RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0 ray start "$@" --block --disable-usage-stats "--temp-dir=$folder" "--node-ip-address=$(node_address)" \
-        "--num-cpus=${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}" "--num-gpus=${SLURM_GPUS_ON_NODE:-0}" "${memory[@]}" \
-        --min-worker-port=0 --max-worker-port=0 "--dashboard-agent-listen-port=$agent_port" &
-    node=$!
-    trap 'asked=1; kill -TERM "$node" 2> /dev/null || true' TERM INT USR2
-    wait_for "$node" || status=$?
-    [ -n "$asked" ] || return "$status" # else the end of a successful job would look like a failure
+    while [ -z "$asked" ]; do # Ray gives up a node after half a minute, which is short on a busy machine or file system
+        # Ray would wait half a minute for work to leave a node that ends; Slurm kills after about as long (KillWait)
+        RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0 ray start "$@" --block --disable-usage-stats "--temp-dir=$folder" "--node-ip-address=$(node_address)" \
+            "--num-cpus=${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}" "--num-gpus=${SLURM_GPUS_ON_NODE:-0}" "${memory[@]}" \
+            --min-worker-port=0 --max-worker-port=0 "--dashboard-agent-listen-port=$(free_ports 1)" &
+        node=$!
+        trap 'asked=1; kill -TERM "$node" 2> /dev/null || true' TERM INT USR2
+        status=0
+        wait_for "$node" || status=$?
+        [ -z "$asked" ] || break # status 0: else the end of a successful job would look like a failure
+        [ "$status" -ne 0 ] && [ "$SECONDS" -lt "$deadline" ] || return "$status"
+        echo "slurm.sh: Ray has ended on $(node_address) (status $status) and is started again"
+        sleep 1
+    done
 }
 
 nodes_joined() {

@@ -27,7 +27,9 @@ from jobs.chaos.processes import QUICK_HEALTH_CHECKS
 from jobs.chaos.same_outcome import IDENTICAL, chaos_experiment, concluded, differences, rounds_done, saved, undisturbed
 from jobs.chaos.virtual_network import Machine, Network, missing
 
-_WAIT_SECONDS = 240  # for a round
+_WAIT_SECONDS = 400  # for a round, on a busy machine
+_TRIES = 3
+_STARTED = "Ray runtime started"
 _RAY = Path(sys.executable).with_name("ray")
 _QUICK = {f"RAY_{name}": str(value) for name, value in QUICK_HEALTH_CHECKS.items()}
 _LATENCY_SECONDS, _BYTES_PER_SECOND = 0.05, 10e6 / 8
@@ -53,16 +55,26 @@ class NetworkRun:
     def start(self) -> None:
         gcs = f"{self.head.address}:6379"
         self._ray(self.head, self.on_head, "--head", "--port=6379", "--num-cpus=0", "--include-dashboard=false")
-        _until(lambda: _answers(self.head, gcs), "the head of the cluster answers", self)
         for worker in self.workers:
             self._ray(worker, self.environment, f"--address={gcs}", "--num-cpus=1")
         self.environment["RAY_ADDRESS"] = gcs
         self.cfl_ray("run", str(self.file), "--run-dir", str(self.directory))
 
     def _ray(self, machine: Machine, environment: dict[str, str], *options: str) -> None:
+        """Starts Ray on a machine; again where Ray gives up, as it does after half a minute on a busy machine."""
         command = [str(_RAY), "start", *options, f"--node-ip-address={machine.address}", "--block"]
         settings = ["--object-store-memory=100000000", "--disable-usage-stats"]
-        machine.start([*command, *settings], environment, self.log.with_suffix(f".{machine.name}.log"))
+        for number in range(_TRIES):
+            log = self.log.with_suffix(f".{machine.name}.{number}.log")
+            process = machine.start([*command, *settings], environment, log)
+            _until(
+                lambda p=process, f=log: p.poll() is not None or _STARTED in f.read_text(),
+                f"Ray has started on {machine.name}",
+                self,
+            )
+            if process.poll() is None:
+                return
+        raise SystemExit(f"Ray does not start on {machine.name}; see {log}")
 
     def cfl_ray(self, *arguments: str) -> None:
         """Starts a command of cfl-ray on the head."""
@@ -81,12 +93,6 @@ class NetworkRun:
         timer = threading.Timer(seconds, action)
         timer.start()
         self.at_end.callback(timer.cancel)
-
-
-def _answers(machine: Machine, address: str) -> bool:
-    probe = f"import socket; socket.create_connection(({address.split(':')[0]!r}, {address.split(':')[1]}), 1)"
-    command = ["ip", "netns", "exec", machine.namespace, sys.executable, "-c", probe]
-    return subprocess.run(command, capture_output=True).returncode == 0
 
 
 def _until(condition: Callable[[], bool], what: str, run: NetworkRun, may_end: bool = False) -> None:

@@ -53,8 +53,14 @@ echo "127.0.0.$((${SLURM_NODEID:-0} + 1)) 10.255.0.1"
 # `ray start` listens on the port of a head, until it is terminated; `ray get-auth-token` writes a token.
 RAY = f"""#!{sys.executable}
 import json, os, signal, socket, sys
+failed = os.environ["CALLS"] + ".failed"
+fails = sys.argv[1] == "start" and os.environ.get("FAIL_ONCE") == os.environ["SLURM_NODEID"]
+fails = fails and not os.path.exists(failed)
 with open(os.environ["CALLS"], "a") as calls:
-    calls.write(json.dumps(["ray", *sys.argv[1:]]) + "\\n")
+    calls.write(json.dumps(["ray", "fails" if fails else sys.argv[1], *sys.argv[2:]]) + "\\n")
+if fails:
+    open(failed, "w").close()
+    sys.exit(1)
 if sys.argv[1] == "get-auth-token":
     os.makedirs(os.environ["HOME"] + "/.ray", exist_ok=True)
     open(os.environ["HOME"] + "/.ray/auth_token", "w").write("token")
@@ -243,6 +249,19 @@ def test_nodes_that_do_not_join_end_the_job(without_ray, tmp_path):
     assert without_ray("RUN", MOST="1", CFL_RAY_JOIN_SECONDS="2").wait(60) == 1
     assert "1 of 2 nodes joined within 2 s" in (tmp_path / "out").read_text()
     assert calls(tmp_path, "cfl-ray") == [] and left_behind(tmp_path) == []
+
+
+@pytest.mark.parametrize("node", ["0", "1"], ids=["the head", "another"])
+def test_a_ray_that_does_not_start_is_started_again(without_ray, tmp_path, node):
+    assert without_ray("RUN", FAIL_ONCE=node).wait(60) == 0
+    address = f"127.0.0.{int(node) + 1}"
+    assert f"Ray has ended on {address} (status 1) and is started again" in (tmp_path / "out").read_text()
+    _, *starts = calls(tmp_path, "ray")
+    first, again = [options for options in starts if value(options, "--node-ip-address") == address]
+    agent = "--dashboard-agent-listen-port"
+    assert (first[0], again[0], len(starts)) == ("fails", "start", 3)
+    assert [o for o in first[1:] if agent not in o] == [o for o in again[1:] if agent not in o]
+    assert len(calls(tmp_path, "cfl-ray")) == 1 and left_behind(tmp_path) == []
 
 
 def test_outside_a_job_it_says_how_to_submit():
