@@ -71,8 +71,8 @@ if sys.argv[1] == "start":
     signal.pause()
 """
 CFL_RAY = """#!/bin/bash
-echo "[\\"cfl-ray\\", \\"$*\\", \\"$RAY_AUTH_MODE $RAY_ADDRESS\\"]" >> "$CALLS"
 trap 'echo "[\\"cfl-ray\\", \\"ended\\"]" >> "$CALLS"; exit 130' TERM
+echo "[\\"cfl-ray\\", \\"$*\\", \\"$RAY_AUTH_MODE $RAY_ADDRESS\\"]" >> "$CALLS"
 [ "${3#*slow}" = "$3" ] || while true; do sleep 0.1; done
 """
 PYTHON = f"""#!/bin/bash
