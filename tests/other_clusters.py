@@ -11,9 +11,9 @@ import psutil
 from waiting import until
 
 CLUSTER = """
-import sys, time
-from ray.cluster_utils import Cluster
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+import sys
+from jobs.services.ray_cluster import LocalCluster
+cluster = LocalCluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
 print(cluster.address, flush=True)
 for line in sys.stdin:  # the name of a method of the head
     getattr(cluster.head_node, line.strip())()

@@ -37,7 +37,7 @@ TEXTS = [
 ] + [ROOT / "README.md"]
 
 GATED = f"{ROOT / 'tests/runtime/gated.py'}:Gated"
-STARTS = re.compile(r"""^[^#\n]*(?<![`"])\bray start --|\bray\.init\(|\bCluster\(""", re.M)
+STARTS = re.compile(r"""^[^#\n]*(?<![`"])\bray start --|\bray\.init\(|\b(?:Local)?Cluster\(""", re.M)
 
 
 @contextlib.contextmanager

@@ -35,9 +35,9 @@ NODES = (1, 2, 4, 8)
 @contextmanager
 def cluster_of(cores: Sequence[int]) -> Iterator[str]:
     """Address of a Ray cluster with a node for one host on each of the cores, and a head without hosts."""
-    from ray.cluster_utils import Cluster
+    from jobs.services.ray_cluster import LocalCluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    cluster = LocalCluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     try:
         for core in cores:
             node = cluster.add_node(num_cpus=1)

@@ -14,9 +14,8 @@ import psutil
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # read when ray is imported
 
-from ray.cluster_utils import Cluster
-
 from jobs.chaos.same_outcome import rounds_done
+from jobs.services.ray_cluster import LocalCluster
 
 TITLES = {"host": "ray::ClientHost", "server": "ray::ServerActor"}
 # A machine is declared dead after five checks that fail, 1 s each and 1 s apart; by default 10 s each and 3 s apart.
@@ -36,7 +35,7 @@ class Run:
     def __init__(self, file: Path, directory: Path) -> None:
         self.directory = directory
         self.log = directory.with_suffix(".log")
-        self.cluster = Cluster(
+        self.cluster = LocalCluster(
             initialize_head=True,
             head_node_args={"num_cpus": 2, "include_dashboard": False, "_system_config": QUICK_HEALTH_CHECKS},
         )

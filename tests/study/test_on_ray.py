@@ -16,10 +16,11 @@ pytestmark = pytest.mark.slow
 def address():
     """Of a Ray cluster with two CPUs."""
     import ray
-    from ray.cluster_utils import Cluster
     from ray.experimental.internal_kv import _initialize_internal_kv
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    from jobs.services.ray_cluster import LocalCluster
+
+    cluster = LocalCluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
     yield cluster.address
     cluster.shutdown()
     if ray.is_initialized():  # for other tests of this process, whose key-value store the line above has put away

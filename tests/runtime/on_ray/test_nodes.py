@@ -18,15 +18,15 @@ CLUSTER = """
 import json, os, signal, sys, time
 from pathlib import Path
 import ray
-from ray.cluster_utils import Cluster  # real processes: a head, and raylets with an object store of their own
 from cfl_ray import Experiment, config, run
 from cfl_ray.lifecycle.driver import Watcher
 from cfl_ray.plugins.loading import load_plugin
 from jobs.chaos.processes import QUICK_HEALTH_CHECKS
+from jobs.services.ray_cluster import LocalCluster
 
 result, *given = json.loads(sys.argv[1])
 head = {"num_cpus": 1, "include_dashboard": False, "_system_config": QUICK_HEALTH_CHECKS}
-cluster = Cluster(initialize_head=True, connect=True, head_node_args=head)
+cluster = LocalCluster(initialize_head=True, connect=True, head_node_args=head)
 added = []
 
 def add():
