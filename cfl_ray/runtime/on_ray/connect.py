@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import RayError, RayTaskError
 
@@ -27,6 +28,7 @@ from cfl_ray.system.variables import environment
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
 _LOOPBACK = "127.0.0.1"
 _CONNECT_SECONDS = 10  # limit for a cluster to accept a connection
+_TRIES = 2  # Ray gives up a start after half a minute, which a busy machine may take
 _fork_server = ExitStack()  # of the cluster that this process has started
 _LONGEST_SOCKET = "session_2026-11-30_23-59-59_999999_{pid}/sockets/plasma_store"  # of Ray, below its folder
 _SOCKET_BYTES = 107  # longest path of a socket on Linux
@@ -55,11 +57,9 @@ def connect(
             own_context()  # else Ray's processes fail one after the other, without a word on the certificate
             with ray_internals.loopback_only():
                 start_cluster(max(hosts or 0, usable_cpus()), instructions, warn=warn)
-        except (KeyboardInterrupt, UserError):
-            end_cluster()
+        except UserError:
             raise
-        except Exception as error:  # of no class of its own, for example after 30 s on a machine that is too busy
-            end_cluster()
+        except Exception as error:
             advice = "if it is busy, try again later"
             if isinstance(error, OSError) and Path(str(error.filename)).is_relative_to(os.path.expanduser("~")):
                 advice = "it keeps its token below HOME: set HOME to a folder in which you can write"
@@ -90,7 +90,7 @@ def start_cluster(
     gpus: int | None = None,
     warn: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Starts a cluster and joins it; `end_cluster` ends it.
+    """Starts a cluster and joins it; `end_cluster` ends it. Of one that does not start nothing is left.
 
     Raises ConfigError if others can enter its folder, RunError if the folder does not do (`_check_room`).
 
@@ -102,7 +102,22 @@ def start_cluster(
     if why := ray_internals.why_not():
         end_unused()
         warn(why)
-    workers = nullcontext() if why else _forked_workers(folder.parent)
+    before = set(psutil.Process().children())
+    for left in reversed(range(_TRIES)):
+        try:
+            return _start(folder, cpus, gpus, instructions, forked=not why)
+        except BaseException as error:
+            end_cluster()
+            _end_processes(folder, before)
+            busy = type(error) is Exception and not uses_tls()  # else a certificate may be why
+            if not left or not busy:
+                raise
+            warn(f"Ray has not started ({short_reason(error)}); it is tried again")
+
+
+def _start(folder: Path, cpus: int, gpus: int | None, instructions: str | None, forked: bool) -> None:
+    """Starts a cluster with its sessions in a folder. forked: its workers are forks."""
+    workers = _forked_workers(folder.parent) if forked else nullcontext()
     with interrupt_held(), sigterm_kept(), host_environment(instructions), workers:
         ray.init(
             address="local",
@@ -119,6 +134,17 @@ def end_cluster() -> None:
     """Ends the cluster that this process has started."""
     ray.shutdown()
     _fork_server.close()
+
+
+def _end_processes(folder: Path, before: set[psutil.Process]) -> None:
+    """Ends the processes of a cluster that did not start, which Ray forgets. before: children that are not of it."""
+    left = []
+    for child in set(psutil.Process().children()) - before:
+        with suppress(psutil.NoSuchProcess):
+            if str(folder) in " ".join(child.cmdline()):
+                child.kill()
+                left.append(child)
+    psutil.wait_procs(left)
 
 
 def session_folder() -> Path:

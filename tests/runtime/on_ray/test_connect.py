@@ -1,5 +1,7 @@
 """Clusters that a run starts: the folder of their sessions, and one that does not start."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -102,16 +104,17 @@ def test_a_cluster_that_others_can_reach_is_a_warning(address, warnings, own_clu
 
 
 @pytest.mark.parametrize(
-    "error, says",
+    "error, says, tries",
     [
-        (Exception("The node timed out during startup."), "The node timed out.*try again"),  # after 30 s
+        (Exception("The node timed out during startup."), "The node timed out.*try again", 2),  # after 30 s
         (
             PermissionError(13, "Permission denied", str(Path.home() / ".ray")),
             r"Permission denied: .*\.ray.*; .*set HOME to",
+            1,
         ),
     ],
 )
-def test_a_cluster_that_does_not_start_is_an_error_of_the_run(error, says, monkeypatch):
+def test_a_cluster_that_does_not_start_is_an_error_of_the_run(error, says, tries, monkeypatch):
     def fail(**options):
         raise error
 
@@ -122,4 +125,22 @@ def test_a_cluster_that_does_not_start_is_an_error_of_the_run(error, says, monke
     monkeypatch.setattr(connect, "cluster_address", lambda address: None)
     with pytest.raises(RunError, match=f"Ray does not start on this machine .*{says}"):
         connect.connect(None)
-    assert shut_down == [True], "what has started ends"
+    assert shut_down == [True] * tries, "what has started ends"
+
+
+def test_a_start_that_ray_gives_up_is_tried_again_and_leaves_no_process(own_cluster):
+    started, shown = [], []
+
+    def init(**options):
+        command = [sys.executable, "-c", "input()", options["_temp_dir"]]
+        started.append(subprocess.Popen(command, stdin=subprocess.PIPE))
+        if len(started) == 1:
+            raise Exception("The node timed out during startup.")
+
+    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    own_cluster(init)
+    assert connect.connect(None, warn=shown.append)
+    assert shown == ["Ray has not started (The node timed out during startup.); it is tried again"]
+    assert started[0].poll() is not None and [process.poll() for process in (started[1], other)] == [None, None]
+    for process in (started[1], other):
+        process.communicate()
