@@ -226,6 +226,6 @@ def may_be_host(error: RayTaskError) -> bool:
     return isinstance(error.cause, RayError) or may_be_machine(error.cause)
 
 
-def short_reason(error: Exception) -> str:
+def short_reason(error: BaseException) -> str:
     """The beginning of an error's text."""
     return (text_of(error) or type(error).__name__)[:160]
