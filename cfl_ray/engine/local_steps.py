@@ -314,13 +314,14 @@ def take_steps(
     """Takes the local steps of one client on `params`, in place."""
     task = gradient.task
     local, batches = task.local, task.batches_on(gradient.network.device)
+    exact = local.optimizer is not None
     for number in range(task.steps):
         gradient.begin([next(batches) for _ in range(task.batches_per_step)])
         step = gradient.step(number)
         with torch.no_grad():
             if local.clips:  # weight decay belongs to the optimiser's step, proximal terms to the gradient
                 for term in proximal:
-                    term.add_to(step)
+                    term.add_to(step, exact)
                 assert local.clip_norm is not None
                 # as `torch.nn.utils.clip_grad_norm_` does
                 norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part) for part in step]))
@@ -329,7 +330,7 @@ def take_steps(
             else:
                 update.decay(step, params)
                 for term in proximal:
-                    term.add_to(step)
+                    term.add_to(step, exact)
             update.apply(params, step, local.lr_at(number, task.steps))
             for term in proximal:
                 if term.term.moves_after(number, task.steps):
@@ -415,9 +416,17 @@ class ProximalGradient:
         anchors = [anchor_P[first:][part] for part in ranges]
         return cls(term, anchor_P, [w_P[part] for part in ranges], anchors, lambda step: [step[0][p] for p in ranges])
 
-    def add_to(self, step: list[Tensor]) -> None:
-        """Adds the gradient to `step`, in place."""
-        if parts := self.parts_of(step):  # PyTorch's functions refuse empty lists
+    def add_to(self, step: list[Tensor], exact: bool = False) -> None:
+        """Adds the gradient to `step`, in place.
+
+        exact: the gradient is exactly 0 at the anchor: Adam would make a whole step of a rest that is due to rounding.
+            False: nothing is allocated, and the rest is below the rounding of a step of SGD.
+        """
+        if not (parts := self.parts_of(step)):  # PyTorch's functions refuse empty lists
+            return
+        if exact:
+            torch._foreach_add_(parts, torch._foreach_sub(self.params, self.anchors), alpha=self.term.weight)
+        else:
             torch._foreach_add_(parts, self.params, alpha=self.term.weight)
             torch._foreach_sub_(parts, self.anchors, alpha=self.term.weight)
 

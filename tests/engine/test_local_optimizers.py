@@ -8,11 +8,12 @@ import pytest
 import torch
 from closeness import close
 from federations import Stage, uneven
-from training_tasks import by_torch, mlp, rows, tasks_of, with_batch_norm
+from training_tasks import by_torch, mlp, rows, tasks_of, with_batch_norm, with_fields
 
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.optimizers import OPTIMIZERS, LocalOptimizer, resolve_optimizer
 from cfl_ray.core.schedules import RateSchedule, cosine, resolve_schedule
+from cfl_ray.core.work import Proximal
 from cfl_ray.engine import manual, sequential, span, vectorised
 from cfl_ray.nn.network import Network
 
@@ -65,6 +66,31 @@ def test_clipping_at_infinity_is_none(engine):
     tasks = tasks_of(network, [3, 3], plain, [(0.5,)])
     endless = [replace(task, local=replace(plain, clip_norm=np.inf)) for task in tasks]
     assert torch.equal(rows(engine, network, tasks), rows(engine, network, endless))
+
+
+@pytest.mark.parametrize("name", ["adam", "nadam", "adagrad", "rprop"])
+@pytest.mark.parametrize(
+    "engine",
+    [sequential, pytest.param(manual, marks=pytest.mark.cpu), vectorised],
+    ids=lambda engine: engine.__name__[15:],
+)
+def test_a_weight_without_a_gradient_stays_at_its_anchor(engine, name):
+    """The first hidden unit is off for all samples: its weights have a proximal term only, which is 0 at its anchor.
+
+    These optimisers divide a gradient by its size, and so make a whole step of a rest that is due to rounding.
+    """
+    network = Network(mlp, (6,))
+    local = LocalSGD(steps=4, lr=0.05, optimizer=resolve_optimizer(name, {}))
+    tasks, off = [], network.row().clone().zero_()
+    network.views(off)[0][0], network.views(off)[2][:, 0] = 1, 1  # weights into the unit and out of it
+    for task in tasks_of(network, [8, 8], local):
+        start_P = task.start_P.clone()
+        network.views(start_P)[1][0] = -100.0
+        tasks.append(with_fields(task, start_P=start_P, proximal=(Proximal(0.3, start_P),)))
+    found = rows(engine, network, tasks)
+    for row_P, task in zip(found, tasks, strict=True):
+        assert torch.equal(row_P[off > 0], task.start_P[off > 0])
+        assert not close(row_P, task.start_P, 1e-3)
 
 
 class TestVectorised:
