@@ -51,7 +51,7 @@ def load(file: str | Path | None = None, overrides: Iterable[str] = ()) -> Exper
     if file is None and not any(override.startswith("schedule") for override in overrides):
         values["schedule"] = _events_for(values["schedule"], values["data"])
     try:
-        if file is None or not is_record(read_text(file, follow=True) or ""):
+        if file is None or not is_record(read_text(Path(file), follow=True) or ""):
             check_variables(values)
         return Experiment(**values)._from_record(written, moved)
     except ConfigError as error:
