@@ -155,6 +155,8 @@ def table(
     """
     from cfl_ray.results.class_tables import accuracy_tables, confusion_tables, recorded_classes
     from cfl_ray.results.comparison import of_best_trials, rounds_in_words, unfinished_in_words
+    from cfl_ray.run_directory import RunDirectory
+    from cfl_ray.study.status import left_out_of
 
     metrics = metric or []
     _check_tables(style, of_round, test, correction)
@@ -167,7 +169,8 @@ def table(
         run_metrics, scores, tried = of_best_trials(run_dirs[0], run_metrics, scores)
     of_trials = [f"{name}: {values}" for (_, name), values in tried.items()]
     best = "" if of_round == "last" else rounds_in_words(run_metrics)
-    unfinished = unfinished_in_words(scores.results)
+    studies = [folder for folder in run_dirs if RunDirectory(folder).is_study]
+    unfinished = " ".join(filter(None, [unfinished_in_words(scores.results), *map(left_out_of, studies)]))
     if unfinished and (classes or confusion or style == "csv"):
         warn(unfinished)
     if classes or confusion:

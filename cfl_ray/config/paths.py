@@ -6,6 +6,7 @@ has absolute paths, and also keeps the paths as they were written, which the con
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 from cfl_ray.config.part import keys_of
 from cfl_ray.config.section import FILE, ConfigSection
+from cfl_ray.errors import ConfigError
 from cfl_ray.plugins.loading import note_folder
 from cfl_ray.system.nested import each_text, texts_of
 from cfl_ray.system.sqlite_uris import absolute_sqlite, sqlite_path, sqlite_uri
@@ -20,6 +22,7 @@ from cfl_ray.system.sqlite_uris import absolute_sqlite, sqlite_path, sqlite_uri
 _WRITTEN = "# paths as written "
 _RECORDED_IN = "# run directory "
 _HEADER_LINES = 4
+_VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
 
 
 def resolved_in(values: dict[str, Any], folder: Path, section: type[ConfigSection]) -> dict[str, Any]:
@@ -35,6 +38,28 @@ def resolved_in(values: dict[str, Any], folder: Path, section: type[ConfigSectio
         if isinstance(inner, dict) and isinstance(inner.get(key), str):
             inner[key] = _in_folder(folder, inner[key])
     return result
+
+
+def check_variables(values: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an environment variable in a place to which a run writes.
+
+    It is not replaced: a folder of the name `$SCRATCH` would be made. A folder that has such a name is taken.
+    """
+    for path in ("output",), ("data", "shards"), ("tracking", "uri"):
+        place: Any = values
+        for key in path:
+            place = place.get(key) if isinstance(place, Mapping) else None
+        if not isinstance(place, str) or (variable := _VARIABLE.search(place)) is None:
+            continue
+        begin = place[: variable.end()] + place[variable.end() :].partition("/")[0]
+        on_disk = path[0] != "tracking" or "://" not in place or place.startswith(("sqlite:", "file:"))
+        if not on_disk or os.path.exists(os.path.expanduser(begin)):  # of a server: a password may have the sign
+            continue
+        key = ".".join(path)
+        raise ConfigError(
+            f"{key}: {place} has the variable {variable[0]}, which a config does not replace; write its value, or give "
+            f"the key on the command line, where the shell replaces it: {key}={place}"
+        )
 
 
 @cache

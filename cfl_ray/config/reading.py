@@ -9,7 +9,15 @@ from cfl_ray.config.experiment import Experiment
 from cfl_ray.config.method_entries import with_option
 from cfl_ray.config.model import ModelConfig
 from cfl_ray.config.part import keys_of, kinds_of, with_present_names
-from cfl_ray.config.paths import from_record, is_record, moves_of, resolved_in, root_resolved_in, with_replaced
+from cfl_ray.config.paths import (
+    check_variables,
+    from_record,
+    is_record,
+    moves_of,
+    resolved_in,
+    root_resolved_in,
+    with_replaced,
+)
 from cfl_ray.config.yaml_text import parse_yaml
 from cfl_ray.errors import ConfigError, command
 from cfl_ray.security.credentials import with_known_credentials
@@ -43,6 +51,8 @@ def load(file: str | Path | None = None, overrides: Iterable[str] = ()) -> Exper
     if file is None and not any(override.startswith("schedule") for override in overrides):
         values["schedule"] = _events_for(values["schedule"], values["data"])
     try:
+        if file is None or not is_record(read_text(Path(file), follow=True) or ""):
+            check_variables(values)
         return Experiment(**values)._from_record(written, moved)
     except ConfigError as error:
         if file is None or overrides:  # an override may be the cause

@@ -21,6 +21,7 @@ from cfl_ray.config.experiment import Experiment, listed_methods
 from cfl_ray.config.explanation import WholeConfig
 from cfl_ray.config.method_entries import address, listed_name, name_and_options
 from cfl_ray.config.paths import (
+    check_variables,
     from_record,
     paths_as_written,
     record_line,
@@ -267,6 +268,9 @@ def load_study(file: str | Path, overrides: Iterable[str] = (), base: Path | Non
     for override in overrides:
         for study in (before, values):
             _override(study, override)
+    if not RunDirectory(folder).study_lock.exists():  # else the file is the record of a study
+        for keys in (before["experiment"], *before["settings"].values()):
+            check_variables(keys)
     written = paths_as_written(values, before) | from_record(read_text(path, follow=True) or "")
     _find_roots(values, folder)
     if values["published"] is not None:

@@ -81,7 +81,7 @@ def simulate(
 ) -> Results:
     """Like `run`, with the same results, but in the calling process and without Ray.
 
-    Writes files only if `run_dir` is given, which `replay` and `extend` require.
+    Writes no files but shards unless `run_dir` is given, which `replay` and `extend` require.
     """
     return _Launch(
         experiment or config.load(),
@@ -345,6 +345,8 @@ class _Launch:
 
     def _how_to_continue(self) -> str:
         if self.directory is None or not RunDirectory(self.directory).is_run:
+            if not self.keep:
+                return "Nothing was kept, since simulate was given no run_dir"
             if not self.begun:
                 return "Nothing was kept"
             return (

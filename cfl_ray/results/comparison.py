@@ -169,6 +169,7 @@ def of_best_trials(
     trials = pd.read_csv(file, dtype=object, keep_default_na=False) if file.is_file() else pd.DataFrame()
     if "folder" not in trials:
         raise ConfigError(f"{study} has no best trials: it is the folder of no sweep, or of one that has not ended")
+    swept = [key for key in map(str, trials) if "." in key or key in Experiment.model_fields]
     chosen: dict[tuple[str, str], tuple[str, str]] = {}
     values: dict[tuple[str, str], str] = {}
     for row in trials.astype(str).to_dict("records"):
@@ -176,8 +177,8 @@ def of_best_trials(
         if row["place"] == "1" and key not in chosen and of_runs in run_metrics:
             chosen[key] = of_runs
             # a column of whole numbers with gaps is written as 4.0
-            named = ((str(name), value.removesuffix(".0")) for name, value in row.items())
-            values[key] = " ".join(f"{name}={value}" for name, value in named if "." in name and value)
+            named = ((name, re.sub(r"^(-?\d+)\.0$", r"\1", row[name])) for name in swept if row[name])
+            values[key] = " ".join(f"{name}={value}" for name, value in named)
     results = {key: scores.results[of_runs] for key, of_runs in chosen.items()}
     return {key: run_metrics[of] for key, of in chosen.items()}, ClientScores(results, scores.round), values
 

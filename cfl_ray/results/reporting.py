@@ -27,7 +27,7 @@ from cfl_ray.results.published import load_published
 from cfl_ray.results.recorded_runs import FoundRun, find_runs, recorded_methods, say_code
 from cfl_ray.results.results import RECOVERY_METRICS, MethodResult
 from cfl_ray.results.run_record import default_params
-from cfl_ray.results.study_folder import is_finished
+from cfl_ray.results.study_folder import is_finished, run_folders
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.setup.criterion import Criterion
 from cfl_ray.system.files import SHARED, write_text
@@ -158,9 +158,15 @@ def report_of(runs: Sequence[FoundRun], comparisons: Sequence[Comparison] = (), 
 
 def _notes(runs: Sequence[FoundRun]) -> list[str]:
     """Sentences on runs that are not shown or not finished, and on how models and ends were chosen."""
+    studies = dict.fromkeys(run.study for run in runs if run.study is not None)
+    failed = [run for study in studies for *_, run in run_folders(study, RunDirectory.failure)]
+    not_begun = [
+        str(run) for run in failed if not RunDirectory(run).info.is_file()
+    ]  # failed before their records began
     notes = {
         "Not shown, since not finished or without an evaluation yet": [
-            str(run.directory) for run in runs if not run.methods
+            *(str(run.directory) for run in runs if not run.methods),
+            *not_begun,
         ],
         "Not finished": [
             f"{label} of {run.directory} (round {result.records[-1].round} of {run.experiment.rounds})"

@@ -33,6 +33,7 @@ from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.lock import hold
 from cfl_ray.security.credentials import remember_credentials
 from cfl_ray.study.halving import Stage, has_round, mean_at, stages_of, survivors
+from cfl_ray.study.status import left_out_of
 from cfl_ray.study.study_plan import ALL, Selection, StudyRun, config_of, metric_of, metric_warnings, plan, scores_of
 from cfl_ray.study.sweep import RankedTrial, Trials, best_of, goal_of, rank, to_frame, trials_of
 from cfl_ray.study.winners import study_of_winners
@@ -451,12 +452,16 @@ class _Launch:
         return self._means(table, metric_of)
 
     def _table_text(self, run_metrics: comparison.RunMetrics, table: pd.DataFrame, score: str) -> str:
-        """The table as Markdown, and below it the ranks of the methods by their score and the kept rounds."""
+        """The table as Markdown, and below it the ranks by their score, kept rounds and missing runs."""
         less = comparison.is_less_better(score, comparison.metrics_of(run_metrics))
         ranks = ranks_of(run_metrics, score, less) if self.study.sweep is None else None
         best = comparison.rounds_in_words(run_metrics)
-        more = [*([] if ranks is None else [ranks_table(ranks)]), *([f"Of {best}."] if best else [])]
-        return "\n\n".join([comparison.format_table(table, "md"), *more]) + "\n"
+        more = [
+            *([] if ranks is None else [ranks_table(ranks)]),
+            *([f"Of {best}."] if best else []),
+            left_out_of(self.root),
+        ]
+        return "\n\n".join(filter(None, [comparison.format_table(table, "md"), *more])) + "\n"
 
     def _means(self, table: pd.DataFrame, metric_of: dict[str, str]) -> dict[str, float]:
         """The metrics of the parent run: the means in a table. metric_of: the metric of each column."""

@@ -10,7 +10,7 @@ from cfl_ray.config.experiment import listed_methods
 from cfl_ray.config.method_entries import listed_name
 from cfl_ray.config.study import ALL_SETTINGS, Study, load_study, place_of
 from cfl_ray.config.sweep import Trial
-from cfl_ray.errors import ConfigError, command
+from cfl_ray.errors import ConfigError, command, counted
 from cfl_ray.results.study_folder import is_finished, method_names, methods_in, run_folders
 from cfl_ray.run_directory import RunDirectory
 
@@ -66,6 +66,18 @@ def study_status(folder: str | Path) -> StudyStatus:
     state = "live" if RunDirectory(root).is_live else "finished" if finished + pruned >= runs else "stopped"
     again = command("resume", root) if state == "stopped" else None
     return StudyStatus(study.name, state, runs, finished, live, failed, stopped, again, pruned)
+
+
+def left_out_of(folder: str | Path) -> str:
+    """The number of a study's runs that its tables do not show, as a sentence; empty if all runs are finished."""
+    found = study_status(folder)
+    if not found.left:
+        return ""
+    failed = f", {len(found.failed)} failed" if found.failed else ""
+    return (
+        f"Not in the table: {found.left} of the {counted(found.runs, 'run')} of {folder}, which are not "
+        f"finished{failed}; see {command('status', folder)}."
+    )
 
 
 def _in_words(setting: str, method: str, run: Path) -> str:

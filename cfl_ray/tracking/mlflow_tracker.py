@@ -295,10 +295,8 @@ def deliver_earlier_results(
     if not tracking.uses_mlflow:
         return []
     delivered = deliver_pending(output, resolve_uri(tracking, output), warn=warn, run_dir=run_dir)
-    return [
-        f"Delivered {counted(rounds, 'round')} of {run_dir} to MLflow, which was out of reach before."
-        for run_dir, rounds in delivered.items()
-    ]
+    parts = [f"{counted(rounds, 'round')} of {run}" if rounds else str(run) for run, rounds in delivered.items()]
+    return [f"Delivered {part} to MLflow, which was out of reach before." for part in parts]
 
 
 def _not_sent(uri: str, run_dirs: list[Path], output: Path) -> str:

@@ -214,7 +214,8 @@ def test_resume_delivers_what_a_finished_run_could_not_whatever_its_place(capsys
     assert status == 0 and "or cfl-ray resume, delivers them" in printed
     status, printed, _ = call(capsys, "resume", "--in-process", "here")
     where = [Path("here").absolute(), Path("here/fedavg").absolute()]
-    assert status == 0 and all(f"of {place} to MLflow, which was out of reach before" in printed for place in where)
+    assert status == 0 and all(f"{place} to MLflow, which was out of reach before" in printed for place in where)
+    assert "Delivered 0" not in printed  # the parent run has no rounds
     assert "Delivered" not in call(capsys, "resume", "--in-process", "here")[1]
 
 

@@ -52,6 +52,14 @@ def test_a_study_from_check_to_resume(capsys, drawing):
     assert "a, two, seed 0: finished" in dry and "a, fedavg, seed 0" in dry
     status, printed, _ = call(capsys, "status", "runs/small")
     assert "2 of 4 finished, 2 left" in printed and "cfl-ray resume runs/small" in printed
+    failed = Path("runs/small/a/fedavg/seed-0")
+    failed.mkdir(parents=True)
+    (failed / "failure.txt").write_text("an error")
+    missing = "Not in the table: 2 of the 4 runs of runs/small, which are not finished, 1 failed; see cfl-ray status"
+    for style, begin in (("md", "\n"), ("latex", "% "), ("html", "")):
+        assert begin + missing in call(capsys, "table", "runs/small", "--metric", "accuracy", "--format", style)[1]
+    _, printed, error = call(capsys, "table", "runs/small", "--format", "csv")
+    assert missing in error and missing not in printed
     with drawing(run):  # the page of the study
         status, printed, _ = call(capsys, "resume", "runs/small")
     assert status == 0 and "4 runs, 2 finished before" in printed and len(InlinePool.done) == 4
@@ -59,7 +67,8 @@ def test_a_study_from_check_to_resume(capsys, drawing):
     assert "(report.html, results.csv, table.md in artifacts/)" in printed
     found = json.loads(call(capsys, "status", "--json", "runs/small")[1])
     assert (found["state"], found["runs"], found["finished"], found["next"]) == ("finished", 4, 4, None)
-    assert "| method | a | b |" in call(capsys, "table", "runs/small", "--metric", "accuracy")[1]
+    printed = call(capsys, "table", "runs/small", "--metric", "accuracy")[1]
+    assert "| method | a | b |" in printed and "Not in the table" not in printed
 
 
 def test_the_files_that_are_named_are_there(capsys):

@@ -181,6 +181,15 @@ def test_records_share_the_names_that_every_report_brings_anew(experiment):
     assert [id(name) for name in first.metrics] == [id(name) for name in second.metrics]
 
 
+def test_ctrl_c_without_a_folder_names_what_keeps_rounds(experiment, notes):
+    class Interrupting(notes):
+        def round(self, label, report):
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted, match="Nothing was kept, since simulate was given no run_dir"):
+        simulate(experiment(rounds=2, methods=["fedavg"]), watcher=Interrupting())
+
+
 @pytest.mark.parametrize("preparing, rounds", [(True, 0), (False, 2)])
 def test_ctrl_c_that_code_of_others_ignores_ends_the_run_soon(experiment, notes, tmp_path, preparing, rounds):
     """As in a module that ignores all errors of an import."""

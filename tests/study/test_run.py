@@ -185,6 +185,13 @@ def test_a_run_that_fails_does_not_end_the_others(study, inline, tmp_path, caplo
     found = study_status(results.root)
     assert found.finished == 3 and list(found.failed) == ["five, fedavg, seed 0"]
     assert "five clients" in found.failed["five, fedavg, seed 0"]
+    text = (results.root / "artifacts" / "table.md").read_text()
+    assert text.endswith(
+        f"Not in the table: 1 of the 4 runs of {results.root}, which are not finished, 1 failed; see cfl-ray status "
+        f"{results.root}.\n"
+    )
+    (note,) = [note for note in report_of(find_runs([results.root], trust=True)).notes if "Not shown" in note]
+    assert str(results.root / "five" / "fedavg" / "seed-0") in note
 
 
 def test_an_unexpected_error_is_kept_with_its_traceback(study, inline, monkeypatch):

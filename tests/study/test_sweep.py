@@ -230,6 +230,16 @@ def test_a_grid_for_each_method_in_each_setting(study, inline):
     assert not run_study(results.study).failed and inline == []
 
 
+def test_values_of_best_trials_have_keys_without_a_section(study, inline):
+    parameters = {"rounds": [1, 2], "model": [{"name": "mlp", "options": {"hidden": 8}}], "local.lr": [1.0]}
+    sweep = {"parameters": parameters}
+    results = run_study(study(seeds=[0], experiment={"methods": ["fedavg"]}, sweep=sweep))
+    *_, values = of_best_trials(results.root, *collected([results.root]))
+    (best,) = results.best
+    named = f"rounds={best.parameters['rounds']} model={{name: mlp, options: {{hidden: 8}}}} local.lr=1"
+    assert values == {(best.setting, "fedavg"): named}
+
+
 def test_values_that_are_no_names_of_folders(study, inline):
     rules = ["mean", {"trimmed_mean": {"share": 0.2}}]
     sweep = {"parameters": {"methods.fedavg.aggregation": rules}}
