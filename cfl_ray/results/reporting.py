@@ -160,13 +160,11 @@ def _notes(runs: Sequence[FoundRun]) -> list[str]:
     """Sentences on runs that are not shown or not finished, and on how models and ends were chosen."""
     studies = dict.fromkeys(run.study for run in runs if run.study is not None)
     failed = [run for study in studies for *_, run in run_folders(study, RunDirectory.failure)]
-    not_begun = [
-        str(run) for run in failed if not RunDirectory(run).info.is_file()
-    ]  # failed before their records began
+    without_records = [str(run) for run in failed if not RunDirectory(run).info.is_file()]
     notes = {
         "Not shown, since not finished or without an evaluation yet": [
             *(str(run.directory) for run in runs if not run.methods),
-            *not_begun,
+            *without_records,
         ],
         "Not finished": [
             f"{label} of {run.directory} (round {result.records[-1].round} of {run.experiment.rounds})"
