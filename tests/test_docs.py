@@ -168,6 +168,18 @@ def test_the_examples_of_the_page_on_other_libraries_run(capsys):
     assert len(mapped) > 20
 
 
+def test_the_app_of_the_page_on_flower_runs():
+    page = (ROOT / "docs" / "coming_from_flower.md").read_text()
+    for name, content in files_of(page).items():
+        Path(name).write_text(content)
+    result = simulate(config.load("app.yaml", ["rounds=1", "tracking.enabled=false"]))
+    assert list(result.methods) == ["fedavg", "fedprox", "fedadam", "krum", "ifca"]
+    mapped = set(re.findall(r"`((?:local|data|cohort|evaluation|runtime)\.[a-z_.]+)`", page))
+    for key in mapped:
+        keys.find(config.Experiment, key)  # raises ConfigError for a key that does not exist
+    assert len(mapped) > 7
+
+
 def test_clients_of_pfllib_are_those_of_its_files():
     """Client 10 follows client 9; each has the first part of its training and of its test samples."""
     for name, content in files_of((ROOT / "docs" / "coming_from.md").read_text()).items():

@@ -304,7 +304,7 @@ def _summary_of_plan(plan: FederationPlan, data: DataConfig, warnings: list[str]
     data_set, most = plan.data_set, data.test.max_samples
     num_samples_N = np.array([len(client.train) for client in plan.clients])
     scaling = Scaling(data_set.scale, data.normalize, data_set.vocabulary is not None)
-    warnings = [*warnings, *data_set.warnings, *layout_warnings(data_set.shape)]
+    warnings = [*warnings, *data_set.warnings, *plan.warnings, *layout_warnings(data_set.shape)]
     warnings += scale_warnings(scaling.to_tensor(data_set.train_x[plan.clients[0].train]))
     view = plan.validation_view
     return FederationSummary(

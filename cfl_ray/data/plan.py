@@ -13,7 +13,7 @@ from cfl_ray.core.rng import stream
 from cfl_ray.data import partition
 from cfl_ray.data.data_set import DataSet
 from cfl_ray.data.shifts import Group, Samples, Variant, make_groups
-from cfl_ray.errors import DataError
+from cfl_ray.errors import DataError, counted, some_of
 from cfl_ray.plugins.calling import reference_of
 
 
@@ -68,6 +68,7 @@ class FederationPlan:
     labels_NC: np.ndarray | None  # bool: labels on which each client is tested; None unless the view is label
     validation_view: str | None = None  # of the source's own validation data; None: it has none
     validation_sets: Sequence[TestSet] = ()
+    warnings: tuple[str, ...] = ()  # on the division
 
     @property
     def data_set(self) -> DataSet:
@@ -137,7 +138,8 @@ def make_plan(data_set: DataSet, other: DataSet | None, data: DataConfig, seed: 
         variant = groups[client.group].variant
         clients.append(PlannedClient(client.name, client.true_group, variant, train, held_out, test_set))
     labels_NC = _tested_labels(clients, test_sets, data_set.num_classes) if view == "label" else None
-    return FederationPlan(view, clients, test_sets, labels_NC)
+    unused = () if data_set.targets != "class" else _unused_classes(groups, divided, data.partition)
+    return FederationPlan(view, clients, test_sets, labels_NC, warnings=unused)
 
 
 def _check_classes(data_set: DataSet, data: DataConfig) -> None:
@@ -173,6 +175,24 @@ def _divide(groups: list[Group], data: DataConfig, seed: int) -> list[ClientRows
         for part, true_group in zip(parts, true_groups, strict=True):
             divided.append(ClientRows(str(len(divided)), index, true_group, group.rows[part]))
     return divided
+
+
+def _unused_classes(groups: list[Group], divided: list[ClientRows], whole: PartitionConfig) -> tuple[str, ...]:
+    """A warning for each group in which no client has samples of some classes."""
+    warnings = []
+    for index, group in enumerate(groups):
+        y = group.variant.data_set.train_y
+        counts_C = np.bincount(y[group.rows])
+        used = np.concatenate([client.rows for client in divided if client.group == index] or [group.rows[:0]])
+        unused = np.flatnonzero((counts_C > 0) & (np.bincount(y[used], minlength=len(counts_C)) == 0))
+        if len(unused):
+            remedy = "; raise data.partition.clients or classes_per_client" if whole.kind == "classes" else ""
+            warnings.append(
+                f"data.partition.kind {reference_of(whole.kind)}: no client {f'of group {index} ' * (len(groups) > 1)}"
+                f"has samples of {counted(len(unused), 'class', 'classes')}, {some_of(unused.tolist(), 5)}: "
+                f"{counted(int(counts_C[unused].sum()), 'training sample')} are unused{remedy}"
+            )
+    return tuple(warnings)
 
 
 def _partition_of_group(whole: PartitionConfig, shares: list[int], index: int) -> PartitionConfig:

@@ -115,7 +115,7 @@ def _write(
         class_names=list(shape.class_names),
         normalize=normalize,
         notes=list(plan.data_set.notes),
-        warnings=list(plan.data_set.warnings),
+        warnings=[*plan.data_set.warnings, *plan.warnings],
         validation_view=plan.validation_view,
         validation=validation,
         index=index,

@@ -33,6 +33,21 @@ def test_no_true_groups_without_groups(planned):
     assert {client.group for client in planned().clients} == {-1}
 
 
+def test_classes_without_a_client_are_named(planned):
+    """Three clients of two classes own at most six of the ten."""
+    plan = planned("classes", 3, classes_per_client=2)
+    owned = {label for client in plan.clients for label in plan.data_set.train_y[client.train]}
+    unused = sorted(set(range(10)) - owned)
+    (warning,) = plan.warnings
+    assert warning.startswith("data.partition.kind classes: no client has samples of ")
+    assert ", ".join(map(str, unused[:5])) in warning and f"{40 * len(unused)} training samples are unused" in warning
+    assert planned("classes", 10, classes_per_client=2).warnings == ()
+    groups = planned(
+        clients=4, shift={"kind": "pathological"}
+    )  # a group has some classes, and its clients all of these
+    assert groups.warnings == ()
+
+
 def test_fewer_clients_than_groups(planned):
     with pytest.raises(DataError, match="clients is 3, but there are 4 groups and each needs a client"):
         planned(clients=3, shift={"kind": "rotated"})

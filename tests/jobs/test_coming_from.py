@@ -1,4 +1,4 @@
-"""The tables of docs/coming_from.md: their arithmetic, and that their methods and rules exist."""
+"""The tables of the pages on other libraries: their arithmetic, and that their methods and rules exist."""
 
 from types import SimpleNamespace
 
@@ -8,7 +8,7 @@ import torch
 
 from cfl_ray import Experiment
 from cfl_ray.methods import resolve
-from jobs.coming_from import fl_bench, fl_bench_mended, measured, pfllib, rules
+from jobs.coming_from import fl_bench, fl_bench_mended, flower, measured, pfllib, rules
 
 
 def test_a_difference_is_compared_with_the_noise_of_the_seeds():
@@ -121,3 +121,26 @@ def test_weights_of_fedamp_add_up_to_one():
         torch.nn.init.constant_(others.weight, 12.0)
         server.kind().set_parameters(others, torch.tensor(1 - total))
     assert seen == [(2.0, 0.0), (12.0, 0.5)]
+
+
+def test_flowers_adam_is_that_of_its_formula():
+    """v = 0 at first, and the factors of the bias correction of round t + 1: 0.1 * 0.74 in the first round."""
+    adam = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "tau": 1e-3}
+    averages = flower.of_optimizer("fedadam", 0.0, True, **adam)
+    w_P = np.zeros(3)
+    result_nP = np.tile([1.0, -2.0, 0.5], (flower.CLIENTS, 1))
+    step_P = averages(w_P, result_nP)
+    assert np.allclose(step_P, 0.0742 * np.sign(result_nP[0]), rtol=0.02)
+    plain_P = flower.of_optimizer("fedadam", **adam)(w_P, result_nP)
+    delta_P = result_nP[0]
+    assert np.allclose(plain_P, 0.1 * 0.1 * delta_P / (np.sqrt(0.99e-6 + 0.01 * delta_P**2) + 1e-3))
+
+
+def test_results_that_multi_krum_chooses_are_weighed_by_samples():
+    w_P = np.zeros(flower.WEIGHTS, np.float32)
+    result_nP = flower.results_of(w_P, 1)
+    options = {"attackers": 2, "keep": 9}  # all but the first one, which is far off
+    plain_P = flower.of_rule("multi_krum", **options)(w_P, result_nP)
+    weighted_P = flower.of_rule("multi_krum", True, **options)(w_P, result_nP)
+    assert np.allclose(plain_P, result_nP[1:].mean(0), atol=1e-6)
+    assert np.allclose(weighted_P, np.average(result_nP[1:], 0, flower.samples()[1:]), atol=1e-6)
