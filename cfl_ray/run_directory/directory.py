@@ -231,11 +231,14 @@ class RunDirectory:
             raise ConfigError(
                 f"a run is starting in {self.path}; ask again in a moment, or end it with Ctrl-C or SIGTERM"
             )
-        below = sorted(file.parent.name for file in self.path.glob(f"*/{self.config.name}"))
-        if below:
+        runs, studies = (sorted(self.path.glob(f"*/{file.name}")) for file in (self.config, self.study))
+        if runs or studies:
+            found = [counted(len(runs), "run")] * bool(runs) + [counted(len(studies), "study", "studies")] * bool(
+                studies
+            )
             raise ConfigError(
-                f"{self.path} is a folder above {counted(len(below), 'run')}; name one of them, such as "
-                f"{self.path / below[-1]}"
+                f"{self.path} is a folder above {' and '.join(found)}; name one of them, such as "
+                f"{(runs or studies)[-1].parent}"
             )
         raise ConfigError(f"{self.path} holds no run: there is no {self.config}")
 

@@ -27,6 +27,7 @@ from cfl_ray.results.comparison import (
 )
 from cfl_ray.results.results import MethodResult
 from cfl_ray.results.significance import holm
+from cfl_ray.run_directory import RunDirectory
 from cfl_ray.tracking import RoundRecord
 
 
@@ -71,6 +72,11 @@ def test_methods_that_are_not_finished_are_named(runs, tmp_path, capsys, caplog)
     assert "Not finished" not in call(capsys, "table", *runs[:2])[1]
     message = f"{tmp_path}/runs is a folder above 1 run; name one of them, such as {copied}"
     assert message in " ".join(call(capsys, "table", tmp_path / "runs")[2].split())
+    study = tmp_path / "above" / "study"
+    study.mkdir(parents=True)
+    (study / RunDirectory.study.name).touch()
+    message = f"{tmp_path}/above is a folder above 1 study; name one of them, such as {study}"
+    assert message in " ".join(call(capsys, "table", tmp_path / "above")[2].split())
 
 
 def test_mean_spread_and_p_over_the_seeds(runs):
