@@ -83,9 +83,11 @@ class VirtualTime:
             if self.now // length == moment:  # rounded down
                 self.now = float(np.nextafter(self.now, np.inf))
 
-    def count_unused(self, clients: int, traffic: Traffic) -> None:
-        """Counts the download of clients whose work does not count."""
+    def count_unused(self, clients: int, traffic: Traffic, *, uploaded: bool = False) -> None:
+        """Counts the download of clients whose work does not count, and their upload if it arrived."""
         traffic.down_bits += int(self.load.down_bits) * clients
+        if uploaded:
+            traffic.up_bits += int(self.load.up_bits) * clients
 
     def end_round(self) -> None:
         """Adds the time of the round."""

@@ -125,10 +125,14 @@ class Updates:
 
     @property
     def weight_R(self) -> np.ndarray:
-        """Weight of each output row that arrived, float64 (R,), in the scale of the given weights."""
+        """Weight of each output row that arrived, float64 (R,), in the scale of the given weights.
+
+        Staleness does not reduce it: it reduces the changes themselves.
+        """
         if self.averaging is None:
             raise ValueError(_NOT_AVERAGED)
-        return self.arrived_R * np.nan_to_num(self.averaging.total_R)
+        share_R = self.arrived_R if self.received is None else self._full_weights(self.received)
+        return share_R * np.nan_to_num(self.averaging.total_R)
 
     @property
     def features_MF(self) -> Tensor:

@@ -10,10 +10,11 @@ v_i and alpha_i stay with the client, which predicts with alpha_i v_i + (1 - alp
 global model that the client receives; a client that never took part predicts with w_t.
 
 Deviations: clients are averaged by samples (paper: uniformly). Both models take plain SGD steps, without
-`local.momentum`; `local.clip_norm` is for w_i alone. The official code (MLOPTPSU/FedTorch, ab8068d) mixes the outputs
-of both models (here, as in the paper, their parameters), and adds 0.02 alpha_i to the gradient of alpha_i. As in that
-code, only the first step of a round adapts alpha_i: later w_i is no longer the global model that the client predicts
-with, and alpha_i would fall to 0 while w_i fits the client's own data.
+`local.momentum`; `local.clip_norm` is for w_i alone. Running statistics of BatchNorm are those of all passes, of w_i
+and of the mixture, the same in both models. The official code (MLOPTPSU/FedTorch, ab8068d) mixes the outputs of both
+models (here, as in the paper, their parameters), and adds 0.02 alpha_i to the gradient of alpha_i. As in that code,
+only the first step of a round adapts alpha_i: later w_i is no longer the global model that the client predicts with,
+and alpha_i would fall to 0 while w_i fits the client's own data.
 """
 
 from collections.abc import Mapping

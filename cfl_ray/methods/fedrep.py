@@ -68,17 +68,17 @@ class FedRep(FedPer, name="fedrep"):
         shared = self.shared_columns(clients.spec)
         phi, head = clients.send(state.models_KP, columns=shared), self.kept(clients.spec)
         # h_i <- tau_h SGD steps on f_i(h_i, phi_t)
-        self.train_heads(phi, clients)
+        self.train_heads(phi, clients, keep_as_local_model=False)
         # phi_i <- SGD steps on f_i(h_i, phi_i);  phi_{t+1} <- Avg(phi_i)
         how, weight_M = training_of(shared, clients), clients.weights(self.weights)
         updates = clients.train(phi, client_state=head, how=how, average=weight_M)
         return state.advance(models_KP=updates.averaged(default=state.models_KP))
 
-    def train_heads(self, phi: Sent, clients: Clients) -> None:
+    def train_heads(self, phi: Sent, clients: Clients, *, keep_as_local_model: bool = True) -> None:
         """Every client trains its head, if it has one, with the representation `phi` fixed."""
         if (head := self.kept(clients.spec)) is not None:
             how = training_of(self.private_columns(clients.spec), clients, self.head_epochs)
-            clients.train(phi, client_state=head, how=how, keep_as_local_model=False)
+            clients.train(phi, client_state=head, how=how, keep_as_local_model=keep_as_local_model)
 
     def join(self, state: State, clients: Clients) -> State:
         """The same state; newcomers receive phi and train their heads."""

@@ -181,7 +181,10 @@ class Flux(Method[FluxState], name="flux"):
             state = self.observed(state, clients)
             due = clients.round >= self.latest_round or (state.slow and clients.round >= self.earliest_round)
             if clients.round >= self.cluster_round if self.cluster_round is not None else due:
-                state = self.clustered(state, clients.all_reachable())
+                reachable = clients.all_reachable()
+                others = reachable.select(~np.isin(reachable.ids_M, clients.ids_M))
+                others.count_download(clients.spec.sent())  # the cohort trains from the same model in this round
+                state = self.clustered(state, reachable)
             if state.phase == "warmup":
                 updates = clients.train(clients.send(state.models_KP), average=clients.weights(self.weights))
                 return state.advance(models_KP=updates.averaged(default=state.models_KP))

@@ -12,14 +12,14 @@ eta), which clients could compute from the models: 1 row each way would do. Stat
 averaged, and have no control variates.
 
 Deviations: the paper has no momentum. Here it acts on the corrected gradient, and K_i in option II becomes a_i of
-FedNova, the total weight of the gradients in y_i, so that c_i is a mean of gradients; weight decay is a part of the
-gradient. Without momentum this is Algorithm 1. `correction: after_step` is that of NIID-Bench
-(Xtra-Computing, 61b901a): the step of SGD with momentum, then -eta (c - c_i), and K_i in option II. Its models are
-averaged by samples (`weights: samples`; c is not), and its variates cover the statistics of batch normalisation. N
-counts all clients of the federation, also those whose scheduled round to join is still to come, and those that left;
-what a client that left has added to c stays, and if it comes back, it adds to c once more: c is then no mean of
-gradients, and the fixed point is not the optimum of the clients that are left. With `leavers: restart` c and all c_i
-are 0 after a leave. Clients that are absent for a time, such as by `cohort.availability`, keep c_i. In FL-bench
+FedNova, the total weight of the gradients in y_i, so that c_i is a mean of gradients. Weight decay is a part of g_i,
+and so of c_i in option II, but not of f_i in option I. Without momentum this is Algorithm 1. `correction: after_step`
+is that of NIID-Bench (Xtra-Computing, 61b901a): the step of SGD with momentum, then -eta (c - c_i), and K_i in option
+II. Its models are averaged by samples (`weights: samples`; c is not), and its variates cover the statistics of batch
+normalisation. N counts all clients of the federation, also those whose scheduled round to join is still to come, and
+those that left; what a client that left has added to c stays, and if it comes back, it adds to c once more: c is then
+no mean of gradients, and the fixed point is not the optimum of the clients that are left. With `leavers: restart` c and
+all c_i are 0 after a leave. Clients that are absent for a time, such as by `cohort.availability`, keep c_i. In FL-bench
 (06e658b) c_i stays 0, so that c is added alone, and the fixed point is that of FedAvg.
 """
 

@@ -48,7 +48,7 @@ ROUND_METRICS = {
     "accuracy_p10": "10th percentile over clients of the P-server accuracy",
     "macro_f1": "mean over clients of the macro-averaged F1 score, 0..1",
     "test_loss": "mean over clients of the local test loss",
-    "train_loss": "mean over the clients of the round of their training loss",
+    "train_loss": "mean over the clients that trained in the round of their training loss",
     "num_clusters": "clusters that have members online",
     "largest_cluster_share": "clients of the largest cluster over all assigned clients, 0..1",
     "ari": "adjusted Rand index of clusters against the true groups, at most 1",

@@ -321,6 +321,16 @@ def test_asynchronous_rounds_with_equal_devices_and_a_buffer_for_all_are_synchro
         assert after == before, label
 
 
+def test_discarded_updates_were_sent(timed):
+    """A model each way for every update that arrived: three in a step, and those that were too stale for it."""
+    settings = {"buffer": 3, "max_staleness": 1}
+    result = simulate(timed(methods=["fedavg"], rounds=8, asynchronous=settings, cohort={"clients": 9}))["fedavg"]
+    stale = sum(record.metrics.get("updates_stale", 0) for record in result.records)
+    model = sum(tensor.numel() for tensor in result.state_dict().values()) * 32 / 1e6
+    arrived = (3 * 8 + stale) / 12 * model
+    assert stale and result.final["mbit_up"] == pytest.approx(arrived) == result.final["mbit_down"]
+
+
 @pytest.mark.parametrize("method, per_cluster", [("fedavg", False), ("ifca", True)])
 def test_a_run_resumes_with_clients_in_flight(timed, tmp_path, method, per_cluster):
     """The schedule lets a client leave and another join while others are in flight."""

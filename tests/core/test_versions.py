@@ -116,6 +116,21 @@ def test_fedasync_mixes_models():
     assert close(after.models_KP, (1 - a) * w + a * mean, 1e-5)
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+def test_staleness_counts_once_in_a_step_that_is_divided_by_all_clients(mixed):
+    """theta_j + (s / m) (W_i - theta_j) with m = 2, where each client has chosen another model."""
+    one, weight = stage(), {0: 0.25, 1: 1.0}
+    models_KP = torch.cat([one.play(FedAvg(), [client], [client]).models_KP for client in (0, 1)])
+    state = State(models_KP=models_KP, assign_N=np.full(4, -1, np.int32))
+    clients = replace(one.clients([0, 1], 2), received=Received(Versions(), {}, 1, weight, mix_models=mixed))
+    after = IFCA(num_clusters=2, average="gradients").round(state, clients, None)
+    assert after.assign_N[:2].tolist() == [0, 1]
+    for client in (0, 1):
+        alone = one.play(IFCA(num_clusters=2, average="gradients"), [client], state=state, first=2).models_KP[client]
+        expected = models_KP[client] + weight[client] / 2 * (alone - models_KP[client])
+        assert close(after.models_KP[client], expected, 1e-6)
+
+
 def test_clients_choose_among_the_models_of_their_version():
     """In version 0 the models are in the other order of their losses for client 1, so its choice differs."""
     one, versions, method = stage(), Versions(), IFCA(num_clusters=2)

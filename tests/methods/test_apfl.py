@@ -5,9 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 from closeness import close
+from federations import Stage, uneven
 from linear import ETA, STEPS, assert_close, gradient, matrix, mean, sgd, stage
 from rounds import COHORTS, OPPOSED_COHORTS, EnginesAndCheckpoints, accuracy, floats, groups, row_accuracy
+from torch import nn
 
+from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.methods.apfl import APFL
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.local import Local
@@ -82,6 +85,18 @@ def test_with_alpha_1_the_own_models_are_those_of_local_training():
         found, expected = one.client_states["personal", i], other.client_states["personal", i]
         assert close(found, expected, 1e-5)
         assert accuracy(one, APFL(alpha=1.0), state, [i]) == pytest.approx([row_accuracy(one, expected, i)])
+
+
+@pytest.mark.parametrize("engine", ["sequential", "manual"])
+def test_both_models_have_the_batch_norm_statistics_of_all_passes(engine):
+    """In the first step, w_i and the mixture are the same model: 0.9^2 of the first mean 0, the rest of the batch's."""
+    module = lambda: nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    one = Stage(uneven([12, 4], (5,)), module, LocalSGD(steps=1, lr=ETA), engine)
+    state = one.play(APFL(alpha=0.3), [0])
+    trained, (x, _) = one.network.spec.trained, one.federation.train(0)
+    mean_F = x @ one.model()[:20].reshape(4, 5).T + one.model()[20:24]
+    for row_P in (state.models_KP[0], one.client_states["personal", 0]):
+        assert close(row_P[trained : trained + 4], (1 - 0.9**2) * mean_F.mean(0), 1e-5)
 
 
 def test_clients_predict_with_the_mixture():

@@ -1,5 +1,7 @@
 """FedPer and FedRep: base and private head by the formulas, reductions to FedAvg and local training, client state."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -69,17 +71,20 @@ def test_fedrep_trains_the_head_then_the_base(weights, decay):
 
 
 def test_a_newcomer_of_fedrep_trains_a_head_on_the_fixed_representation():
-    """h_i in 3 epochs from the first head, with the averaged phi; it uploads nothing."""
+    """h_i in 3 epochs from the first head, with the averaged phi; it uploads nothing, and has trained (P-local)."""
     one, method = deep_stage(), FedRep(head_epochs=3)
     b0 = layers(one.model())[1]
     state = one.play(method, [0])
-    newcomer = one.clients([1], round=2)
+    newcomer = replace(one.clients([1], round=2), local_test_samples=50)
     assert method.join(state, newcomer) is state
     found = one.client_states["head", 1].reshape(3, HIDDEN)
     expected = deep_sgd(one, 1, layers(state.models_KP[0])[0], b0, 3, "b")[1]
     assert close(found, expected, 1e-5) and not close(found, b0, 1e-3)
     phi = method.shared_columns(one.network.spec).of(state.models_KP[0])
     assert floats(one) == (len(phi), 0)
+    held_P = state.models_KP[0].clone()
+    one.network.spec.head.put(held_P, one.client_states["head", 1])
+    assert one.stats.local_scores[1][0] == pytest.approx(row_accuracy(one, held_P, 1))
 
 
 @pytest.mark.parametrize("method, name", [(FedPer(private_layers=2), "head"), (LGFedAvg(private_layers=9), "base")])

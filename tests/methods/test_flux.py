@@ -1,5 +1,7 @@
 """FLUX: descriptors, scaling, the knee and rounds by plain formulas; unlabelled newcomers; the phase before."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 
 from cfl_ray.clustering.agreement import agreement
 from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.core.rng import Draws
 from cfl_ray.data import federation_from_arrays
 from cfl_ray.methods.flux import Descriptor, Flux, knee, kneedle, projection
 
@@ -134,6 +137,15 @@ def test_newcomers_without_labels_join_the_nearest_cluster():
     assert serving.row_M.tolist() == state.assign_N[[0, 1]].tolist() and floats(one)[0] == 0
     later = one.play(method, [6, 7], state=state, first=3)
     assert later.assign_N[[6, 7]].tolist() == state.assign_N[[0, 1]].tolist()
+
+
+def test_clients_that_are_described_and_do_not_train_download_the_model():
+    one, method = shifted(), Flux(cluster_round=1, eps=0.6)
+    clients = one.clients([0, 1, 5])
+    clients = replace(clients, reachable=lambda waits: (np.arange(8), one.federation.at(1).num_samples_N))
+    state = method.round(method.init(one.start()), clients, Draws(0, 1))
+    assert (state.assign_N >= 0).all()
+    assert floats(one) == (8 * P, 3 * P + 8 * 2 * 3 * (CLASSES + 1))
 
 
 @pytest.mark.parametrize("features", [2, 3, 5])

@@ -47,7 +47,7 @@ def by_torch(one: Stage, method: Scaffold, cohorts) -> tuple[torch.Tensor, torch
 
 CASES = [
     (Scaffold(), {}),
-    (Scaffold(variates="I", eta_g=0.7), {}),
+    (Scaffold(variates="I", eta_g=0.7), {"weight_decay": 0.01}),
     (Scaffold(newcomer="c", weights="samples"), {"momentum": 0.5, "weight_decay": 0.01}),
     (Scaffold(correction="after_step", weights="samples"), {"momentum": 0.9, "weight_decay": 0.01}),
 ]

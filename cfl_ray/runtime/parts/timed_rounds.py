@@ -80,7 +80,7 @@ class AsynchronousRounds(LoopPart):
         return clients if cohort is None else replace(clients, received=self.received)
 
     def end_round(self, stats: RoundStats, cohort: Cohort, before: State, after: State) -> None:
-        self.flights.time.count_unused(self.flights.stale, stats.traffic)
+        self.flights.time.count_unused(self.flights.stale, stats.traffic, uploaded=True)
         self.flights.advance(stats.round, before, after)
 
     def to_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
