@@ -216,11 +216,11 @@ def _kept_in_words(cls: "type[Method[Any]]") -> str:
     from cfl_ray.data.federation import DataShape
     from cfl_ray.models import recipe
     from cfl_ray.nn.network import Network
-    from cfl_ray.setup.dry_rounds import traffic
+    from cfl_ray.setup.dry_rounds import DryRounds, traffic
 
     shape = DataShape((1, 28, 28), 10)
     spec = Network(recipe("mlp", {}, shape.input, shape.num_classes), shape.input).spec
-    kept = traffic(cls(), 8, 8, spec, LocalSGD(), shape).kept
+    kept = traffic(DryRounds(cls(), 8, 8, LocalSGD(), spec, shape)).kept
     parts = [f"{name} {4 * floats:,} bytes" for name, floats in kept.items()]
     of = f" (mlp on 28x28, 10 classes: {4 * spec.size:,} bytes, with the default options)"
     return ", ".join(parts) + of if parts else "nothing"
