@@ -231,7 +231,7 @@ def _kept_on_server(cls: "type[Method[Any]]") -> str:
     kept = cls.state_type.of_each_client
     parts = [f"{kept} of each that has taken part"] if kept else []
     if cls.compares != "none":
-        of = {"cohort": "of a cohort", "reachable": "reachable in round 1", "participants": "that took part"}
+        of = {"cohort": "of a cohort", "reachable": "reachable when it clusters", "participants": "that took part"}
         parts.append(f"{cls.pair_bytes} bytes for each pair of clients {of[cls.compares]}, while it compares them")
     return ", ".join(parts)
 
