@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
@@ -129,19 +129,7 @@ def estimate(experiment: Experiment, summary: FederationSummary | None = None) -
         for label, method in setup.methods.items()
         if (count := compared_clients(setup, label))
     }
-    sent = {
-        label: traffic(
-            method,
-            summary.clients,
-            cohort,
-            network.spec,
-            setup.local_of(label),
-            summary.shape,
-            setup.secure,
-            experiment.rounds,
-        )
-        for label, method in setup.methods.items()
-    }
+    sent = {label: traffic(replace(setup.dry_rounds(label, network.spec), cohort=cohort)) for label in setup.methods}
     timed = {label: time_of_a_round(setup, label) for label in setup.methods} if setup.clock else {}
     seconds = {label: seconds for label, (seconds, _) in timed.items()}
     late = {label: share for label, (_, share) in timed.items()} if setup.clock and setup.clock.deadline else {}

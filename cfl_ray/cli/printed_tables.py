@@ -216,11 +216,11 @@ def _kept_in_words(cls: "type[Method[Any]]") -> str:
     from cfl_ray.data.federation import DataShape
     from cfl_ray.models import recipe
     from cfl_ray.nn.network import Network
-    from cfl_ray.setup.dry_rounds import traffic
+    from cfl_ray.setup.dry_rounds import DryRounds, traffic
 
     shape = DataShape((1, 28, 28), 10)
     spec = Network(recipe("mlp", {}, shape.input, shape.num_classes), shape.input).spec
-    kept = traffic(cls(), 8, 8, spec, LocalSGD(), shape).kept
+    kept = traffic(DryRounds(cls(), 8, 8, LocalSGD(), spec, shape)).kept
     parts = [f"{name} {4 * floats:,} bytes" for name, floats in kept.items()]
     of = f" (mlp on 28x28, 10 classes: {4 * spec.size:,} bytes, with the default options)"
     return ", ".join(parts) + of if parts else "nothing"
@@ -231,7 +231,7 @@ def _kept_on_server(cls: "type[Method[Any]]") -> str:
     kept = cls.state_type.of_each_client
     parts = [f"{kept} of each that has taken part"] if kept else []
     if cls.compares != "none":
-        of = {"cohort": "of a cohort", "reachable": "reachable in round 1", "participants": "that took part"}
+        of = {"cohort": "of a cohort", "reachable": "reachable when it clusters", "participants": "that took part"}
         parts.append(f"{cls.pair_bytes} bytes for each pair of clients {of[cls.compares]}, while it compares them")
     return ", ".join(parts)
 

@@ -293,6 +293,3 @@ class Display(Watcher):
             "next: cfl-ray methods (the other methods), cfl-ray run FILE.yaml (your own experiment), "
             "cfl-ray check --yaml (all settings, as a template)"
         )
-
-
-# ---- studies

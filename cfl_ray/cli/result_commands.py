@@ -1,7 +1,6 @@
-"""The commands for runs: `status`, `join`, `leave`, `stop` of live ones, and `table`, `report`, `export` of results."""
+"""The commands for the results of runs: `table`, `report`, `figure` and `export`."""
 
 import html
-import os
 import sys
 from collections.abc import Collection
 from functools import partial
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cfl_ray.cli.console import out, say, warn
+from cfl_ray.cli.console import say, warn
 from cfl_ray.cli.inputs import STDOUT, Code, RunDir, Trust, check_code, check_runs, place
 from cfl_ray.errors import ConfigError, command
 
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from cfl_ray.report.report_data import ReportedExperiment
     from cfl_ray.results.client_scores import ClientScores
     from cfl_ray.results.comparison import RunMetrics
+    from cfl_ray.results.significance import ChosenTest
 
 
 RunDirs = Annotated[
@@ -26,81 +26,6 @@ RunDirs = Annotated[
         parser=place, metavar="RUN...", help="Folders of runs or studies, or folders above them.", show_default=False
     ),
 ]
-
-
-def status(
-    run_dir: RunDir, as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False
-) -> None:
-    """Show the progress of a run: round, accuracy, clusters, hosts, clients online and last fault.
-
-    For a run that is not live it also shows the command that resumes it. RUN may be the folder of a study; then it
-    shows how many of its runs are finished and left, which are live, and why others failed.
-    """
-    import dataclasses
-    import json
-
-    from cfl_ray.cli import live_client, printed_tables
-    from cfl_ray.run_directory import RunDirectory
-    from cfl_ray.study.status import study_status
-
-    status = study_status(run_dir) if RunDirectory(run_dir).is_study else live_client.status(run_dir)
-    if as_json:
-        values = json.dumps(dataclasses.asdict(status))  # JSON has no NaN: null
-        say(json.dumps(json.loads(values, parse_constant=lambda constant: None), indent=1))
-    elif isinstance(status, live_client.RunStatus):
-        printed_tables.show_status(status, out)
-    else:
-        printed_tables.show_study_status(status, out)
-
-
-def join(
-    run_dir: RunDir,
-    clients: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="Known clients that are offline, as ids or ranges, e.g. 7 0-9.",
-            metavar="[CLIENT]...",
-            show_default=False,
-        ),
-    ] = None,
-    shards: Annotated[
-        str | None,
-        typer.Option(help="Shards of newcomers, as `cfl-ray prepare` wrote them: a path or URI.", show_default=False),
-    ] = None,
-) -> None:
-    """Let clients join a live run before its next round: known clients that are offline, or newcomers (--shards)."""
-    from cfl_ray.cli import live_client
-    from cfl_ray.config.client_ids import parse_ids
-
-    if (shards is None) == (not clients):
-        raise ConfigError(
-            "join: name either clients of the federation or, with --shards, the location of the newcomers' shards"
-        )
-    if shards is None:
-        say(live_client.ask(run_dir, "join", parse_ids(clients or ())))
-        return
-    location = shards if "://" in shards else os.path.abspath(Path(shards).expanduser())
-    say(live_client.ask(run_dir, "join_shards", location))
-
-
-def leave(
-    run_dir: RunDir,
-    clients: Annotated[
-        list[str], typer.Argument(help="Ids or ranges, e.g. 7 0-9.", metavar="CLIENT...", show_default=False)
-    ],
-) -> None:
-    """Let clients leave a live run before its next round; their client state is dropped."""
-    from cfl_ray.cli import live_client
-    from cfl_ray.config.client_ids import parse_ids
-
-    say(live_client.ask(run_dir, "leave", parse_ids(clients)))
-
-
-def stop(run_dir: RunDir) -> None:
-    """Stop a live run after its current round, which is saved; `cfl-ray resume` resumes it."""
-    from cfl_ray.cli import live_client
-
-    say(live_client.ask(run_dir, "stop"))
 
 
 def table(
@@ -154,12 +79,15 @@ def table(
     --classes and --confusion print tables of classes instead, of runs with evaluation.confusion: true.
     """
     from cfl_ray.results.class_tables import accuracy_tables, confusion_tables, recorded_classes
-    from cfl_ray.results.comparison import of_best_trials, rounds_in_words, unfinished_in_words
+    from cfl_ray.results.comparison import FORMATS, ROUNDS, of_best_trials, rounds_in_words, unfinished_in_words
+    from cfl_ray.results.significance import ChosenTest
     from cfl_ray.run_directory import RunDirectory
     from cfl_ray.study.status import left_out_of
 
     metrics = metric or []
-    _check_tables(style, of_round, test, correction)
+    _check_word("--format", style, FORMATS)
+    _check_word("--round", of_round, ROUNDS)
+    chosen = ChosenTest(test, correction, against)
     _check_together(style, metrics, against, p_values, classes, confusion)
     if best_trials and len(run_dirs) > 1:
         raise ConfigError("--best-trials is of a single sweep; name one folder")
@@ -180,11 +108,11 @@ def table(
         from cfl_ray.results.latex_table import latex_table
 
         print("".join(f"% {line}\n" for line in [*of_trials, *filter(None, [unfinished])]), end="")
-        print(latex_table(run_metrics, metrics, test, correction, scores, p_values, bool(best)))
+        print(latex_table(run_metrics, metrics, scores, chosen, p_values, bool(best)))
     else:
         notes = [*filter(None, [f"Of {best}." if best else "", unfinished])]
         notes += ["The best trial of each method: " + "; ".join(of_trials)] if of_trials else []
-        _print_table(run_metrics, scores, metrics, style, test, correction, against, notes)
+        _print_table(run_metrics, scores, metrics, style, chosen, notes)
 
 
 def _evaluated(
@@ -203,17 +131,6 @@ def _evaluated(
         what = f"no run of {named} is finished" if with_study else f"no method of {named} has been evaluated"
         raise ConfigError(f"{what} yet; see its progress with: {command('status', run_dirs[0])}")
     return found
-
-
-def _check_tables(style: str, of_round: str, test: str, correction: str) -> None:
-    """Raises ConfigError for an unknown word of an option of `table`."""
-    from cfl_ray.results.comparison import FORMATS, ROUNDS
-    from cfl_ray.results.significance import CORRECTIONS, TESTS
-
-    _check_word("--format", style, FORMATS)
-    _check_word("--round", of_round, ROUNDS)
-    _check_word("--test", test, TESTS)
-    _check_word("--correction", correction, CORRECTIONS)
 
 
 def _check_word(option: str, value: str, known: Collection[str]) -> None:
@@ -241,9 +158,7 @@ def _print_table(
     scores: "ClientScores",
     metrics: list[str],
     style: str,
-    test: str,
-    correction: str,
-    against: str | None,
+    test: "ChosenTest",
     notes: list[str],
 ) -> None:
     """Prints the table of metrics in another format than LaTeX, and below it the notes, and one on the test."""
@@ -256,20 +171,20 @@ def _print_table(
         tests_of,
         unequal_runs,
     )
-    from cfl_ray.results.significance import tests_in_words
+    from cfl_ray.results.significance import USUAL_TEST, tests_in_words
 
-    frame = table_of(run_metrics, metrics, test, correction, scores, against)
-    several = len(metrics) == 1 and against is None and frame["experiment"].nunique() > 1
+    frame = table_of(run_metrics, metrics, scores, test)
+    several = len(metrics) == 1 and test.against is None and frame["experiment"].nunique() > 1
     if is_wide := several and style != "csv" and is_dense(run_metrics):
         notes = [*filter(None, [unequal_runs(frame)]), *notes]
         frame = by_experiment(frame, str(frame.columns[3]))
-    print(format_table(frame, style, test))
+    print(format_table(frame, style, test.how))
     if style == "csv":
         return
-    if (test, correction, against) != ("ttest", "none", None) and not is_wide:
+    if test != USUAL_TEST and not is_wide:
         first = chosen_metrics(run_metrics, metrics)[0]
-        tested = tests_of(run_metrics, first, test, correction, scores, against).values()
-        notes = [*notes, tests_in_words(test, correction, [*tested], against)]
+        tested = tests_of(run_metrics, first, scores, test).values()
+        notes = [*notes, tests_in_words(test, [*tested])]
     for note in notes:
         print(f"<p>{html.escape(note)}</p>" if style == "html" else f"\n{note}")
 

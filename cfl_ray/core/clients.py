@@ -14,7 +14,7 @@ from torch import Tensor
 from cfl_ray.core.aggregation.apply import aggregate, range_cuts
 from cfl_ray.core.aggregation.rules import ClippingRule, Mean
 from cfl_ray.core.client_exchanges import ClientExchanges, require_local_training
-from cfl_ray.core.client_program import Batch, ClientProgram, Forward, Gradient, Held, ProgramClient, lengths
+from cfl_ray.core.client_program import Batch, ClientProgram, Gradient, Held, ProgramClient, lengths
 from cfl_ray.core.describing import CheckedFunction, ClientData
 from cfl_ray.core.events import births_and_deaths, cluster_event
 from cfl_ray.core.exchange import LocalTraining, ModelTables, Sent, with_numbers_kept
@@ -40,11 +40,9 @@ __all__ = [
     "ClientProgram",
     "ClientState",
     "Clients",
-    "Forward",
     "Gradient",
     "Held",
     "LocalTraining",
-    "MixtureUpdates",
     "ProgramClient",
     "Proximal",
     "RoundStats",

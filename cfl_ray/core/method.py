@@ -115,8 +115,8 @@ class Method(ABC, Generic[S]):
     placement: ClassVar[str] = "the only model, or of several the one with the least loss on its training samples"
     without_cluster: ClassVar[str] = "the mean of the cluster models"
     untrained: ClassVar[str] = ""
-    # the S clients that the server compares in dense (S, S) arrays: none, the cohort, those reachable in round 1, or
-    # all participants of the run; and the peak bytes of these arrays, divided by S^2
+    # the S clients that the server compares in dense (S, S) arrays: none, the cohort, those reachable in the round of
+    # the clustering, or all participants of the run; and the peak bytes of these arrays, divided by S^2
     compares: ClassVar[Literal["none", "cohort", "reachable", "participants"]] = "none"
     pair_bytes: ClassVar[int] = 16  # products and distances in float64
     only_mean: ClassVar[str] = ""  # why `aggregation` must be mean; empty: any rule

@@ -213,15 +213,15 @@ def dense_labels(parts: Sequence[tuple[str, np.ndarray]]) -> tuple[list[np.ndarr
 _SHOWN = 10  # labels that a message lists
 
 
-def label_warnings(name: str, y: np.ndarray, num_classes: int, remedy: str) -> list[str]:
-    """A warning if not every class has a training sample; otherwise empty. remedy: of unused labels."""
+def label_warnings(name: str, y: np.ndarray, num_classes: int) -> list[str]:
+    """A warning if not every class has a training sample; otherwise empty."""
     labels = np.unique(y)
     if len(labels) == num_classes:
         return []
     shown = ", ".join(map(str, labels[:_SHOWN].tolist())) + (f", ... {labels[-1]}" if len(labels) > _SHOWN else "")
     return [
         f"{name}: {len(labels)} of {num_classes} classes have training samples (labels {shown}), the model has an "
-        f"output for each of 0 .. {num_classes - 1}; {remedy}"
+        f"output for each of 0 .. {num_classes - 1}; {DENSE}"
     ]
 
 

@@ -9,7 +9,6 @@ import numpy as np
 
 from cfl_ray.core.tasks import TARGETS
 from cfl_ray.data.array_checks import (
-    DENSE,
     Array,
     check_lengths,
     copied_tokens,
@@ -299,7 +298,7 @@ def _unused_labels(y: np.ndarray, classes: int, num_classes: int | None, targets
     """A warning on labels without a training sample, unless the caller gave the number of classes."""
     if targets != "class" or num_classes is not None:
         return ()
-    return tuple(label_warnings("y", y, classes, DENSE))
+    return tuple(label_warnings("y", y, classes))
 
 
 def _other_samples(

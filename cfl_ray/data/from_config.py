@@ -50,7 +50,6 @@ class FederationSummary:
     samples: tuple[int, float, int]  # training samples of a client: fewest, median, most
     groups: int  # true groups; 0 if they are unknown
     shape: DataShape
-    test_sets: int  # shared test sets; 0 if the view is hold-out
     view: str  # the data on which clients are tested (`data.test.view`)
     tested_on: str  # a sentence on these data
     validated_on: str  # a sentence on the validation data; empty: there are none
@@ -89,7 +88,7 @@ def build(
     name = f"{name}-{data.test.view or 'own'}-{_hash(_recipe(data, seed, None, targets) | root)}"
     raw_data = _RawData(data, seed, targets, _sources(data, loaded, targets))
     with global_generators.seeded(seed):  # for shifts and partitions of users
-        federation = _written_or_reused(folder, name, raw_data, progress, converts_changed)
+        federation = _Shards(raw_data, folder, name, progress).written_or_reused(converts_changed)
     if loaded is not None and federation.shape != (shape := loaded.read(False, None).data_shape):
         raise DataError(f"{folder.uri} holds {federation.shape}, {data.source} returns {shape}; {PREPARE_AGAIN}")
     federation.preparation_warnings = (*federation.preparation_warnings, *_unused_tests(data, loaded))
@@ -139,40 +138,6 @@ class _RawData:
         return plan
 
 
-def _written_or_reused(
-    parent: Folder, name: str, raw: _RawData, progress: Progress | None, converts: bool
-) -> ShardFederation:
-    """The shards of these raw data in the folder `name` below `parent`, or beside it if it has those of other raw data.
-
-    Shards of other raw data stay, since earlier runs may need them. converts: whether changed raw data are converted;
-    if not, they raise DataError.
-    """
-    indexed = [(files, DigestIndex(parent.local or cache_folder() / "raw", files.root)) for files in raw.files]
-    for files, index in indexed:
-        files.recall(index)
-    place, warnings = _place_of(parent, name, raw, indexed, progress), []
-    recipe = place.recipe
-    if place.manifest is None:
-        if place.why and not converts:
-            raise DataError(
-                f"{place.why}: runs on the new data cannot be compared with those before; to use them, run "
-                f"`cfl-ray prepare` with this config, which keeps the old shards, or delete {parent.child(name).uri}"
-            )
-        warnings += [f"{place.why}; converted anew into {place.folder.uri}"] if place.why else []
-        plan = raw.plan(progress)
-        recipe = raw.recipe()
-        write_shards(place.folder.uri, plan, recipe | _decoding_of(plan), raw.data.normalize, progress)
-    warnings += _keep(indexed, name if place.has_no_digests else None, recipe)
-    expected = {key: value for key, value in recipe.items() if not (place.has_no_digests and key == "digests")}
-    federation = _reuse(place.folder, raw.data, expected, place.manifest)
-    federation.recipe |= recipe if place.has_no_digests else {}
-    federation.preparation_warnings = tuple(warnings)
-    return federation
-
-
-_Indexed = list[tuple[RawFiles, DigestIndex]]  # the raw files whose digests are kept, with their indices
-
-
 @dataclass(frozen=True)
 class _Place:
     """The folder of the shards of some raw data."""
@@ -184,45 +149,82 @@ class _Place:
     has_no_digests: bool = False  # whether an earlier version wrote the shards, which recorded names and sizes only
 
 
-def _place_of(parent: Folder, name: str, raw: _RawData, indexed: _Indexed, progress: Progress | None) -> _Place:
-    """The folder `name` below `parent`; if it has shards of other raw data, or decoded otherwise, one beside it."""
-    first = folder = parent.child(name)
-    if (manifest := read_manifest(folder)) is None:
-        return _Place(folder, None, {})
-    recipe, why = raw.recipe(), ""
-    of_raw = {key: recipe.get(key) for key in _RAW}
-    has_no_digests = "digests" in recipe and "digests" not in manifest.recipe
-    known = indexed[0][1].shards.get(name) if has_no_digests and indexed else None
-    if not _is_of_raw_data(manifest.recipe, recipe, known):
-        changed = [file for files, index in indexed for file in files.other(index)]
-        named = f" ({some_of(changed, 3)})" if changed else ""
-        why, has_no_digests = f"the raw data have changed since {first.uri} was written{named}", False
-        folder = parent.child(f"{name}-{_hash(of_raw)[:8]}")
+class _Shards:
+    """The shards of raw data, in the folder `name` below `parent`, or beside it if it has those of other raw data.
+
+    Shards of other raw data stay, since earlier runs may need them.
+    """
+
+    def __init__(self, raw: _RawData, parent: Folder, name: str, progress: Progress | None):
+        self.raw, self.parent, self.name, self.progress = raw, parent, name, progress
+        # the raw files whose digests are kept, with their indices
+        self.indexed = [(files, DigestIndex(parent.local or cache_folder() / "raw", files.root)) for files in raw.files]
+        for files, index in self.indexed:
+            files.recall(index)
+
+    def written_or_reused(self, converts: bool) -> ShardFederation:
+        """The shards. converts: whether changed raw data are converted; if not, they raise DataError."""
+        raw, place, warnings = self.raw, self._place(), []
+        recipe = place.recipe
+        if place.manifest is None:
+            if place.why and not converts:
+                raise DataError(
+                    f"{place.why}: runs on the new data cannot be compared with those before; to use them, run "
+                    "`cfl-ray prepare` with this config, which keeps the old shards, or delete "
+                    f"{self.parent.child(self.name).uri}"
+                )
+            warnings += [f"{place.why}; converted anew into {place.folder.uri}"] if place.why else []
+            plan = raw.plan(self.progress)
+            recipe = raw.recipe()
+            write_shards(place.folder.uri, plan, recipe | _decoding_of(plan), raw.data.normalize, self.progress)
+        warnings += self._keep(recipe, place.has_no_digests)
+        expected = {key: value for key, value in recipe.items() if not (place.has_no_digests and key == "digests")}
+        federation = _reuse(place.folder, raw.data, expected, place.manifest)
+        federation.recipe |= recipe if place.has_no_digests else {}
+        federation.preparation_warnings = tuple(warnings)
+        return federation
+
+    def _place(self) -> _Place:
+        """The folder `name`; if it has shards of other raw data, or decoded otherwise, one beside it."""
+        first = folder = self.parent.child(self.name)
         if (manifest := read_manifest(folder)) is None:
-            return _Place(folder, None, recipe, why)
-    is_unknown = has_no_digests and known is None and raw.decodes
-    anew = parent.child(f"{name}-{_hash(of_raw | {'decoding': DECODING})[:8]}")
-    of_anew = read_manifest(anew) if is_unknown or manifest.recipe.get("decoding", DECODING) != DECODING else None
-    if of_anew is not None or not raw.is_decoded_alike(manifest.recipe, is_unknown, progress):
-        return _Place(anew, of_anew, recipe, why or f"images of {first.uri} {_DECODED_BEFORE}")
-    return _Place(folder, manifest, recipe, why, has_no_digests)
+            return _Place(folder, None, {})
+        recipe, why = self.raw.recipe(), ""
+        of_raw = {key: recipe.get(key) for key in _RAW}
+        has_no_digests = "digests" in recipe and "digests" not in manifest.recipe
+        known = self.indexed[0][1].shards.get(self.name) if has_no_digests and self.indexed else None
+        if not _is_of_raw_data(manifest.recipe, recipe, known):
+            changed = [file for files, index in self.indexed for file in files.other(index)]
+            named = f" ({some_of(changed, 3)})" if changed else ""
+            why, has_no_digests = f"the raw data have changed since {first.uri} was written{named}", False
+            folder = self._beside(of_raw)
+            if (manifest := read_manifest(folder)) is None:
+                return _Place(folder, None, recipe, why)
+        is_unknown = has_no_digests and known is None and self.raw.decodes
+        anew = self._beside(of_raw | {"decoding": DECODING})
+        of_anew = read_manifest(anew) if is_unknown or manifest.recipe.get("decoding", DECODING) != DECODING else None
+        if of_anew is not None or not self.raw.is_decoded_alike(manifest.recipe, is_unknown, self.progress):
+            return _Place(anew, of_anew, recipe, why or f"images of {first.uri} {_DECODED_BEFORE}")
+        return _Place(folder, manifest, recipe, why, has_no_digests)
 
+    def _beside(self, recipe: dict[str, Any]) -> Folder:
+        return self.parent.child(f"{self.name}-{_hash(recipe)[:8]}")
 
-def _keep(indexed: _Indexed, without: str | None, recipe: dict[str, Any]) -> list[str]:
-    """Saves new digests in the indices; returns lines on shards without digests. without: the name of such shards."""
-    changed = [files.keep(index) for files, index in indexed]
-    warnings = []
-    if without is not None and indexed and without not in (shards := indexed[0][1].shards):
-        shards[without], changed[0] = recipe["digests"], True
-        warnings.append(
-            f"shards {without} are of an earlier version, which recorded names and sizes of the raw files, not their "
-            "content; they are taken as made of these files, whose content is compared from now on. Delete the shards "
-            "if the files have changed since"
-        )
-    for (_, index), is_new in zip(indexed, changed, strict=True):
-        if is_new and not index.save() and warnings:
-            warnings.append(f"{index.file} cannot be written: changes of the content go unnoticed")
-    return warnings
+    def _keep(self, recipe: dict[str, Any], has_no_digests: bool) -> list[str]:
+        """Saves new digests in the indices; returns lines on shards that have none."""
+        changed = [files.keep(index) for files, index in self.indexed]
+        warnings = []
+        if has_no_digests and self.indexed and self.name not in (shards := self.indexed[0][1].shards):
+            shards[self.name], changed[0] = recipe["digests"], True
+            warnings.append(
+                f"shards {self.name} are of an earlier version, which recorded names and sizes of the raw files, not "
+                "their content; they are taken as made of these files, whose content is compared from now on. Delete "
+                "the shards if the files have changed since"
+            )
+        for (_, index), is_new in zip(self.indexed, changed, strict=True):
+            if is_new and not index.save() and warnings:
+                warnings.append(f"{index.file} cannot be written: changes of the content go unnoticed")
+        return warnings
 
 
 _RAW = ("files", "digests")  # keys of a recipe for the raw data
@@ -288,7 +290,6 @@ def _summary_of(federation: Federation) -> FederationSummary:
         samples=_fewest_median_most(federation.num_samples_N),
         groups=federation.num_groups,
         shape=federation.shape,
-        test_sets=federation.num_test_sets(),
         view=federation.view,
         tested_on=federation.tested_on,
         validated_on=federation.validated_on,
@@ -312,7 +313,6 @@ def _summary_of_plan(plan: FederationPlan, data: DataConfig, warnings: list[str]
         samples=_fewest_median_most(num_samples_N),
         groups=len({client.group for client in plan.clients if client.group >= 0}),
         shape=data_set.data_shape,
-        test_sets=len(plan.test_sets),
         view=plan.view,
         tested_on=tested_on(plan.view, len(plan.test_sets), most),
         validated_on="" if view is None else validated_on(view, len(plan.validation_sets), most),

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from cfl_ray.data.array_checks import DENSE, label_warnings
+from cfl_ray.data.array_checks import label_warnings
 from cfl_ray.data.columns import numbered
 from cfl_ray.data.data_set import DataSet, Progress
 from cfl_ray.data.reading import reading
@@ -50,7 +50,7 @@ def read(
         parts = [(str(files[0].parent), y) for files, y in ((train, train_y), (test, test_y)) if y is not None]
         (train_y, *tests), class_names = numbered(parts)
         test_y, num_classes = next(iter(tests), None), len(class_names)
-    warnings = label_warnings(str(train[0].parent), train_y, num_classes, DENSE)
+    warnings = label_warnings(str(train[0].parent), train_y, num_classes)
     if empty:
         are = "is" if len(empty) == 1 else "are"
         without = f"{counted(len(empty), 'user')} without samples {are} left out, e.g. {empty[0]}"

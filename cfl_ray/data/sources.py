@@ -36,7 +36,7 @@ from cfl_ray.config.data import (
 from cfl_ray.config.unused import USES_OF_TESTS
 from cfl_ray.core.rng import stream
 from cfl_ray.data import image_files, leaf, tables
-from cfl_ray.data.array_checks import DENSE, label_warnings
+from cfl_ray.data.array_checks import label_warnings
 from cfl_ray.data.columns import MAX_LABEL, numbered
 from cfl_ray.data.data_set import DataSet, Progress, Source, find, roots
 from cfl_ray.data.hf_disk import saved_dataset
@@ -205,7 +205,7 @@ def _read_medmnist(file: Path, named: Sequence[str], dense: bool) -> DataSet:
     if dense:
         labels, class_names = numbered([(f"{file}: {name}_labels", y) for name, y in zip(named, labels, strict=True)])
     num_classes = len(class_names) or max(int(y.max()) for y in labels) + 1
-    warnings = label_warnings(f"{file}: train_labels", labels[0], num_classes, DENSE)
+    warnings = label_warnings(f"{file}: train_labels", labels[0], num_classes)
     return DataSet(
         parts[0][0],
         labels[0],

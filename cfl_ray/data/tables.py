@@ -16,7 +16,6 @@ from cfl_ray.config import ColumnsConfig
 from cfl_ray.config.data import CsvConfig, HfDiskConfig
 from cfl_ray.data import hf_disk
 from cfl_ray.data.array_checks import (
-    DENSE,
     copied_tokens,
     label_warnings,
     num_outputs,
@@ -274,7 +273,7 @@ def data_set_of(
         labels = [targets_of_columns(part, columns.label, targets) for part in parts]
     named = [(f"{file}: column {columns.label!r}", y) for (file, _), y in zip(parts, labels, strict=True)]
     num_classes = num_outputs(num_classes, named, targets, vocabulary)
-    warnings += label_warnings(named[0][0], labels[0], num_classes, DENSE) if targets == "class" else []
+    warnings += label_warnings(named[0][0], labels[0], num_classes) if targets == "class" else []
     client, validated = _clients(parts, columns.client, num_validation, warnings)
     group, test_group = _groups(parts, columns.group, warnings)
     time = None if columns.time is None else ranks_in_time(parts[0], columns.time)

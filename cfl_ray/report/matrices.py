@@ -1,6 +1,7 @@
 """Figures of the matrices that methods report: similarities of clients, and a map of their signatures."""
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,33 +12,48 @@ from cfl_ray.report.report_data import MethodRun, PerClient, RecordedMatrix, Rep
 MOST_ROWS, MOST_POINTS, MOST_PAIRS = 150, 600, 2_000  # more are not drawn
 
 
+@dataclass(frozen=True)
+class _Reported:
+    """A matrix of a method, as reported in its first run."""
+
+    experiment: ReportedExperiment
+    label: str
+    run: MethodRun
+    seed: str  # empty: the method has a single run
+    name: str
+    matrix: RecordedMatrix
+
+    def heading(self, what: str) -> str:
+        when = ", ".join(filter(None, [f"round {self.matrix.round}", self.seed]))
+        return f"{self.label}: {self.name} of the clients{what} ({when})"
+
+    def clusters_and_groups(self, client_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Cluster and true group of these clients in the round of the matrix, (S,) each; below 0: none."""
+        return self.run.history.clusters_at(self.matrix.round)[client_S], self.experiment.groups[client_S]
+
+
 def matrix_figures(experiment: ReportedExperiment) -> list[PageFigure]:
     """Figures of each method's matrices: pairs of clients ordered by cluster, and maps of signatures."""
     figures = []
     for label, run, seed in experiment.first_runs(lambda run: run.matrices):
         for key, matrix in run.matrices.items():
-            name = key.replace("_", " ")
+            one = _Reported(experiment, label, run, seed, key.replace("_", " "), matrix)
             if not np.isfinite(matrix.values).any():
                 continue
             if not matrix.of_pairs:
-                figures.append(_map(experiment, label, name, run, matrix, seed))
+                figures.append(_map(one))
                 continue
-            figures.append(_ordered(experiment, label, name, run, matrix, seed))
-            heading = _heading(label, f"{name} of the clients, against their labels", matrix, seed)
-            if against := against_labels(heading, label, name, matrix, experiment.groups):
+            figures.append(_ordered(one))
+            heading = one.heading(", against their labels")
+            if against := against_labels(heading, label, one.name, matrix, experiment.groups):
                 figures.append(against)
     return figures
 
 
-def _heading(label: str, what: str, matrix: RecordedMatrix, seed: str) -> str:
-    return f"{label}: {what} ({', '.join(filter(None, [f'round {matrix.round}', seed]))})"
-
-
-def _ordered(
-    experiment: ReportedExperiment, label: str, name: str, run: MethodRun, matrix: RecordedMatrix, seed: str
-) -> PageFigure:
+def _ordered(one: _Reported) -> PageFigure:
+    matrix, name = one.matrix, one.name
     clients = matrix.client_S.tolist()
-    cluster_S, group_S = run.history.clusters_at(matrix.round)[clients], experiment.groups[clients]
+    cluster_S, group_S = one.clusters_and_groups(matrix.client_S)
     order = sorted(range(len(clients)), key=lambda place: (cluster_S[place], group_S[place], clients[place]))
     drawn = np.array(evenly(order, MOST_ROWS))
     shown = matrix.values[np.ix_(drawn, drawn)].astype(np.float32)
@@ -76,14 +92,14 @@ def _ordered(
         shapes=shapes,
         xaxis2=bare | {"domain": [0, 0.05], "anchor": "y"} if has_groups else None,
     )
-    caption = f"{label}: {_inside_and_between(matrix.values, cluster_S, name)}"
+    caption = f"{one.label}: {_inside_and_between(matrix.values, cluster_S, name)}"
     if has_groups:
         caption += " The strip at the left has a colour for each true group: where it changes inside a block, the "
         caption += "cluster is mixed."
-        caption += experiment.when_grouped
+        caption += one.experiment.when_grouped
     if len(drawn) < len(clients):
         caption += f" {len(drawn)} of {len(clients)} clients are drawn, evenly."
-    return PageFigure(_heading(label, f"{name} of the clients, ordered by cluster", matrix, seed), caption, figure, 360)
+    return PageFigure(one.heading(", ordered by cluster"), caption, figure, 360)
 
 
 def _cluster_axis(clusters: list[int]) -> tuple[Plot, list[Plot]]:
@@ -111,16 +127,14 @@ def _inside_and_between(values: np.ndarray, cluster_S: np.ndarray, name: str) ->
     return f"the mean {name} is {' and '.join(words)}." if words else f"{name} of {len(cluster_S)} clients."
 
 
-def _map(
-    experiment: ReportedExperiment, label: str, name: str, run: MethodRun, matrix: RecordedMatrix, seed: str
-) -> PageFigure:
-    total = len(matrix.client_S)
+def _map(one: _Reported) -> PageFigure:
+    matrix = one.matrix
     defined = np.isfinite(matrix.values).any(1)
     order = np.argsort(matrix.client_S)
     chosen = np.array(evenly(order[defined[order]], MOST_POINTS), int)
     points_S2, share = _plane(matrix.values[chosen])
     client_S = matrix.client_S[chosen]
-    cluster_S, group_S = run.history.clusters_at(matrix.round)[client_S], experiment.groups[client_S]
+    cluster_S, group_S = one.clusters_and_groups(client_S)
     marker_of = {group: MARKERS[place % len(MARKERS)] for place, group in enumerate(sorted({*group_S.tolist()}))}
     number_K, size_K = np.unique(cluster_S[cluster_S >= 0], return_counts=True)
     largest_first = number_K[np.argsort(-size_K, kind="stable")].tolist()
@@ -133,23 +147,9 @@ def _map(
         named = cluster >= 0 and rank < NAMED
         colour = COLOURS[rank] if named else GREY
         name_of_cluster = f"cluster {cluster}" if cluster >= 0 else "no cluster"
-        traces.append(
-            {
-                "type": "scatter",
-                "x": points_S2[members, 0],
-                "y": points_S2[members, 1],
-                "mode": "markers",
-                "marker": {
-                    "color": colour,
-                    "symbol": [marker_of[group] for group in group_S[members].tolist()],
-                    "size": 9,
-                    "line": {"width": 0.7, "color": "#FFFFFF"},
-                },
-                "customdata": np.stack([client_S[members], group_S[members]], 1),
-                "hovertemplate": f"client %{{customdata[0]}}, group %{{customdata[1]}}<extra>{name_of_cluster}</extra>",
-                "showlegend": False,
-            }
-        )
+        symbols = [marker_of[group] for group in group_S[members].tolist()]
+        labels = np.stack([client_S[members], group_S[members]], 1)
+        traces.append(_points(points_S2[members], colour, symbols, labels, name_of_cluster))
         if named or cluster < 0:
             keys.append(_key(name_of_cluster, {"color": colour, "symbol": "circle"}))
     known = [group for group in marker_of if group >= 0]
@@ -157,18 +157,33 @@ def _map(
         keys.append(_key(f"group {group}", {"color": "#5B6770", "symbol": marker_of[group]}))
     figure = canvas([*traces, *keys], "first principal component", "second")
     caption = (
-        f"{label}: the plane holds {percent(share)} of the variance of the recorded {name} of {len(chosen)} clients"
+        f"{one.label}: the plane holds {percent(share)} of the variance of the recorded {one.name} of {len(chosen)} "
+        "clients"
     )
     if len(known) > 1:
         pure = sum(len({*group_S[cluster_S == cluster].tolist()}) == 1 for cluster in largest_first)
         caption += f"; {pure} of {len(largest_first)} clusters have clients of one true group only"
     caption += ". Colour: cluster" + ("; marker: true group." if known else ".")
-    caption += experiment.when_grouped
-    if len(chosen) < total:
-        caption += f" {len(chosen)} of {total} clients are drawn."
+    caption += one.experiment.when_grouped
+    if len(chosen) < len(defined):
+        caption += f" {len(chosen)} of {len(defined)} clients are drawn."
     if undefined := int((~defined).sum()):
-        caption += f" Of {undefined} the {name} are not defined."
-    return PageFigure(_heading(label, f"{name} of the clients", matrix, seed), caption, figure, 320)
+        caption += f" Of {undefined} the {one.name} are not defined."
+    return PageFigure(one.heading(""), caption, figure, 320)
+
+
+def _points(points_S2: np.ndarray, colour: str, symbols: list[str], labels_S2: np.ndarray, cluster: str) -> Plot:
+    """The clients of a cluster in the plane. labels_S2: id and true group of each, for hovering."""
+    return {
+        "type": "scatter",
+        "x": points_S2[:, 0],
+        "y": points_S2[:, 1],
+        "mode": "markers",
+        "marker": {"color": colour, "symbol": symbols, "size": 9, "line": {"width": 0.7, "color": "#FFFFFF"}},
+        "customdata": labels_S2,
+        "hovertemplate": f"client %{{customdata[0]}}, group %{{customdata[1]}}<extra>{cluster}</extra>",
+        "showlegend": False,
+    }
 
 
 def _key(name: str, marker: Plot) -> Plot:

@@ -36,6 +36,8 @@ from cfl_ray.results.recorded_runs import (
 from cfl_ray.results.results import MethodResult
 from cfl_ray.results.significance import (
     EFFECTS,
+    USUAL_TEST,
+    ChosenTest,
     PairedTest,
     common,
     corrected,
@@ -116,10 +118,11 @@ def compare_runs(
     Raises ConfigError for a metric that no run has, and for the best round of methods that have none. If `accuracy` is
     in the table, the metric `accuracy_std` has the column `accuracy_std_over_clients`.
     """
+    chosen = ChosenTest(test, correction, against)
     run_metrics, scores = collected(runs, metrics, trust, round, code)
     if unfinished := unfinished_in_words(scores.results):
         _logger.warning("%s", unfinished)
-    return table_of(run_metrics, metrics, test, correction, scores, against)
+    return table_of(run_metrics, metrics, scores, chosen)
 
 
 def collected(
@@ -276,19 +279,17 @@ def measured(run_metrics: RunMetrics, metrics: Sequence[str]) -> list[str]:
 def table_of(
     run_metrics: RunMetrics,
     metrics: Sequence[str] = (),
-    test: str = "ttest",
-    correction: str = "none",
     scores: ClientScores | None = None,
-    against: str | None = None,
+    test: ChosenTest = USUAL_TEST,
 ) -> pd.DataFrame:
-    """The table of `compare_runs`."""
+    """The table of `compare_runs`. scores: of the clients, for a test over clients."""
     import pandas as pd
 
     chosen = chosen_metrics(run_metrics, metrics)
     rows = [_row(key, of_seeds, chosen) for key, of_seeds in run_metrics.items()]
     names = [f"{column_of(name, chosen)}{ending}" for name in chosen for ending in ("", "_std")]
     frame = pd.DataFrame(rows, columns=["experiment", "method", "runs", *names])
-    tests = tests_of(run_metrics, chosen[0], test, correction, scores, against) if chosen else {}
+    tests = tests_of(run_metrics, chosen[0], scores, test) if chosen else {}
     frame["p"], frame["effect"] = [one.p for one in tests.values()], [one.effect for one in tests.values()]
     return frame
 
@@ -374,7 +375,7 @@ def is_dense(run_metrics: RunMetrics) -> bool:
 def format_table(frame: pd.DataFrame, style: str, test: str = "ttest") -> str:
     """A frame of `compare_runs` as Markdown (md), CSV (csv, all digits) or HTML (html): mean ± spread in a cell.
 
-    test: that of the frame, a key of `significance.TESTS`.
+    test: `ChosenTest.how` of the frame.
     """
     if style == "csv":
         return str(frame.to_csv(index=False)).rstrip("\n")
@@ -500,38 +501,35 @@ def is_less_better(metric: str, present: Collection[str] = ()) -> bool:
 def tests_of(
     run_metrics: RunMetrics,
     metric: str,
-    how: str = "ttest",
-    correction: str = "none",
     scores: ClientScores | None = None,
-    against: str | None = None,
+    test: ChosenTest = USUAL_TEST,
 ) -> dict[tuple[str, str], PairedTest]:
-    """The test of each method against the best of its experiment, by (experiment, method).
+    """The test of each method against the best of its experiment or `test.against`, by (experiment, method).
 
-    The best has the metric with every seed; of these methods, only those with the most seeds are compared.
-    how, correction: keys of `significance.TESTS` and `CORRECTIONS`. scores: of the clients, for a test over clients.
-    against: the method that takes the place of the best; an experiment without it has no tests.
+    The best has the metric with every seed; of these methods, only those with the most seeds are compared. An
+    experiment without the method `test.against` has no tests. scores: of the clients, for a test over clients.
     """
     values = {
         key: {seed: values_of_seed.get(metric, np.nan) for seed, values_of_seed in seeds.items()}
         for key, seeds in run_metrics.items()
     }
     best = _best_of(values, metric, metrics_of(run_metrics))
-    if against is not None and against not in (labels := {label for _, label in values}):
+    if (against := test.against) is not None and against not in (labels := {label for _, label in values}):
         raise ConfigError(f"no run is of the method {against!r}, to test against{did_you_mean(against, labels)}")
     tested: dict[tuple[str, str], PairedTest] = {}
     for key, of_seeds in values.items():
         winner = best.get(key[0], key)
         other = winner if against is None else (key[0], against)
         pairs = ClientPairs(of_seeds, values.get(other, {}))
-        if how == "wilcoxon":
+        if test.how == "wilcoxon":
             pairs = ClientPairs() if scores is None else scores.pairs(key, other, metric)
-        run = paired_test if how == "ttest" else signed_rank_test
+        run = paired_test if test.how == "ttest" else signed_rank_test
         p, effect = run(pairs.ours, pairs.theirs)
         is_best, count = key == winner and key[0] in best, common(pairs.ours, pairs.theirs)
         tested[key] = PairedTest(p, effect, count, is_best, pairs.clients, pairs.overlap)
     for experiment in dict.fromkeys(key[0] for key in tested):
         keys = [key for key in tested if key[0] == experiment]
-        tested |= zip(keys, corrected([tested[key] for key in keys], correction), strict=True)
+        tested |= zip(keys, corrected([tested[key] for key in keys], test.correction), strict=True)
     return tested
 
 

@@ -24,7 +24,16 @@ from cfl_ray.results.comparison import (
     metrics_of,
     tests_of,
 )
-from cfl_ray.results.significance import CORRECTIONS, LEVEL, NEEDED, TESTS, PairedTest, pairs_in_words
+from cfl_ray.results.significance import (
+    CORRECTIONS,
+    LEVEL,
+    NEEDED,
+    TESTS,
+    USUAL_TEST,
+    ChosenTest,
+    PairedTest,
+    pairs_in_words,
+)
 from cfl_ray.tracking.metric_titles import PERCENT, title_of
 
 _SPECIAL = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"} | {
@@ -50,9 +59,8 @@ class _Column:
 def latex_table(
     run_metrics: RunMetrics,
     metrics: Sequence[str] = (),
-    test: str = "ttest",
-    correction: str = "none",
     scores: ClientScores | None = None,
+    test: ChosenTest = USUAL_TEST,
     p_values: bool = False,
     of_best: bool = False,
 ) -> str:
@@ -60,18 +68,17 @@ def latex_table(
 
     A row for each method; a column for each metric, or, for a single metric of several experiments, for each of these;
     several metrics of several experiments, and experiments that most methods lack, are blocks of rows. metrics: those
-    asked for, in this order; empty: as `compare_runs`. test, correction: keys of `TESTS` and `CORRECTIONS`. p_values:
-    whether a column of p-values follows each metric. of_best: whether the metrics are those of the best round of runs
-    that have one.
+    asked for, in this order; empty: as `compare_runs`. p_values: whether a column of p-values follows each metric.
+    of_best: whether the metrics are those of the best round of runs that have one.
     """
     shown = list(dict.fromkeys(metrics)) if metrics else chosen_metrics(run_metrics, ())
     chosen_metrics(run_metrics, shown)  # raises ConfigError for an unknown one
-    tested = {metric: tests_of(run_metrics, metric, test, correction, scores) for metric in shown}
+    tested = {metric: tests_of(run_metrics, metric, scores, test) for metric in shown}
     blocks = _blocks(run_metrics, shown)
     if p_values:
         blocks = [[each for one in of for each in (one, replace(one, title="$p$", is_p=True))] for of in blocks]
     titles = [column.title for column in blocks[0]]
-    caption = _caption(run_metrics, shown, tested, test, correction)
+    caption = _caption(run_metrics, shown, tested, test)
     if of_best:
         caption += " The numbers are those of each run's best round, whose models are kept."
     lines = [" & ".join(["method", *titles]) + r" \\"]
@@ -162,8 +169,7 @@ def _caption(
     run_metrics: RunMetrics,
     metrics: Sequence[str],
     tested: Mapping[str, Mapping[tuple[str, str], PairedTest]],
-    test: str,
-    correction: str,
+    test: ChosenTest,
 ) -> str:
     """Returns the meaning of the numbers and marks: seeds, test, correction and the number of pairs."""
     seeds = sorted({len(of_seeds) for of_seeds in run_metrics.values()})
@@ -175,15 +181,15 @@ def _caption(
     text += "; the best of each column in bold" if len(metrics) == 1 else "; the best of each metric in bold"
     every = [one for of_metric in tested.values() for one in of_metric.values()]
     if all(math.isnan(one.p) for one in every):
-        return f"{text}. No test of differences, which needs {NEEDED[test]}."
-    pairs = re.sub(r"\bn = (\d+)(?: to (\d+))?", _in_formula, pairs_in_words(test, every))
+        return f"{text}. No test of differences, which needs {NEEDED[test.how]}."
+    pairs = re.sub(r"\bn = (\d+)(?: to (\d+))?", _in_formula, pairs_in_words(test.how, every))
     untested = [
         escaped(title_of(name).text) for name in metrics if all(math.isnan(one.p) for one in tested[name].values())
     ]
     without = f", without {', '.join(untested)}" if untested else ""
     return (
-        f"{text}, underlined if not significantly worse than the best ({TESTS[test]}, {pairs}, level {LEVEL:g}, "
-        f"{CORRECTIONS[correction]}{without})."
+        f"{text}, underlined if not significantly worse than the best ({TESTS[test.how]}, {pairs}, level {LEVEL:g}, "
+        f"{CORRECTIONS[test.correction]}{without})."
     )
 
 

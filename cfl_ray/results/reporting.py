@@ -190,7 +190,8 @@ def _chosen_by_test(run: FoundRun) -> Iterator[str]:
     stopping, keep = run.experiment.stopping, run.experiment.keep
     finals = [result.final for result in run.methods.values()]
     score = next(map(primary_of, finals), "accuracy")
-    first = next((name for name in (validation_metric(score),) if any(name in final for final in finals)), score)
+    on_validation = validation_metric(score)
+    first = on_validation if any(on_validation in final for final in finals) else score
     of_stopping = None if stopping is None else stopping.metric or first
     if of_stopping is not None and (data := Criterion(of_stopping).chosen_by):
         yield f"the end of the methods of {run.directory} by {of_stopping} ({data})"

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from cfl_ray.errors import ConfigError
+
 LEVEL = 0.05
 TESTS = {
     "ttest": "paired t-test over seeds",
@@ -28,6 +30,23 @@ NEEDED = {  # for a p-value
 CORRECTIONS = {"none": "without a correction for several methods", "holm": "Holm's correction over methods"}
 FEWEST_PAIRS = 3  # fewest common seeds or clients for a test of two methods
 _ROUNDING = 1e-12  # relative error up to which differences are equal: 0.6 - 0.5 is not 0.8 - 0.7
+
+
+@dataclass(frozen=True)
+class ChosenTest:
+    """The test of a table, in the words of `compare_runs` and `cfl-ray table`. Raises ConfigError for others."""
+
+    how: str = "ttest"  # a key of TESTS
+    correction: str = "none"  # a key of CORRECTIONS
+    against: str | None = None  # the method that the others are tested against; None: the best of the experiment
+
+    def __post_init__(self) -> None:
+        for name, value, known in (("test", self.how, TESTS), ("correction", self.correction, CORRECTIONS)):
+            if value not in known:
+                raise ConfigError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+
+
+USUAL_TEST = ChosenTest()
 
 
 @dataclass(frozen=True)
@@ -129,12 +148,12 @@ def pairs_in_words(how: str, tested: Sequence[PairedTest]) -> str:
     return f"{text}; p is at least {least:.3g}" if least >= LEVEL else text
 
 
-def tests_in_words(how: str, correction: str, tested: Sequence[PairedTest], against: str | None = None) -> str:
-    """A note on the p-values of a table: test, pairs and correction; or why there are none. against: None: the best."""
-    if all(math.isnan(test.p) for test in tested):
-        return f"p: none. The {TESTS[how]} needs {NEEDED[how]}."
-    other = "" if against is None else f" against {against}"
-    return f"p: {TESTS[how]}{other}, {pairs_in_words(how, tested)}, {CORRECTIONS[correction]}."
+def tests_in_words(test: ChosenTest, tested: Sequence[PairedTest]) -> str:
+    """A note on the p-values of a table: test, pairs and correction; or why there are none."""
+    if all(math.isnan(one.p) for one in tested):
+        return f"p: none. The {TESTS[test.how]} needs {NEEDED[test.how]}."
+    other = "" if test.against is None else f" against {test.against}"
+    return f"p: {TESTS[test.how]}{other}, {pairs_in_words(test.how, tested)}, {CORRECTIONS[test.correction]}."
 
 
 def range_in_words(counts: Sequence[int]) -> str:

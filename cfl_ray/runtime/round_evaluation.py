@@ -207,9 +207,7 @@ class RoundEvaluation(LoopPart):
             stats.metrics |= of_validation(self._score_metrics(VALIDATION, tables[VALIDATION], clients))
             stats.metrics |= self._sizes_of_validation(clients)
         if self.settings.reported is not None:
-            protocol = self.settings.protocol_of(self.label, self.checked_method.method.name)
-            of_protocol = self.primary if protocol == "server" else f"{self.primary}_{protocol}"
-            stats.metrics["reported"] = stats.metrics[of_protocol]
+            stats.metrics["reported"] = stats.metrics[self._scored_metric()]
         if self.settings.past:
             diagnostics.take(stats, self._tests_on_past_data(stats, serving, clients))
         self.checked_method.diagnose(state, clients)
@@ -222,17 +220,26 @@ class RoundEvaluation(LoopPart):
         }
         diagnostics.take(stats, tests.diagnostics)
         if state.num_clusters > 1:
-            of_clusters = Diagnostics(self.label)
-            vectors = cluster_vectors(state, online, clients.ids_M, table_MV[:, 0])
-            for name, vector_K in zip(cluster_diagnostics_of(self.primary), vectors, strict=True):
-                of_clusters.add(name, _storable(vector_K), (CLUSTERS,), clients.ids_M)
-            diagnostics.take(stats, of_clusters)
+            diagnostics.take(stats, self._cluster_diagnostics(state, clients, table_MV[:, 0]))
         diagnostics.resolve()
         if counts is not None:
             diagnostics.put(CONFUSION, stats.round, counts.diagnostic())
         if self.task.targets == "class":
             diagnostics.take(stats, self._labels_of_compared(stats.round, tests))
             diagnostics.resolve()
+
+    def _scored_metric(self) -> str:
+        """The metric of the protocol by which the method is scored (`evaluation.reported`)."""
+        protocol = self.settings.protocol_of(self.label, self.checked_method.method.name)
+        return self.primary if protocol == "server" else f"{self.primary}_{protocol}"
+
+    def _cluster_diagnostics(self, state: State, clients: Clients, score_M: np.ndarray) -> Diagnostics:
+        """Mean score and number of the clients of each cluster."""
+        diagnostics = Diagnostics(self.label)
+        vectors = cluster_vectors(state, self.membership.population.online, clients.ids_M, score_M)
+        for name, vector_K in zip(cluster_diagnostics_of(self.primary), vectors, strict=True):
+            diagnostics.add(name, _storable(vector_K), (CLUSTERS,), clients.ids_M)
+        return diagnostics
 
     def _score_metrics(self, part: str, table_MV: np.ndarray, clients: Clients) -> dict[str, float]:
         weight_M = self.evaluator.weights(part, clients, table_MV[:, 0])

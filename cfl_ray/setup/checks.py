@@ -5,7 +5,6 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,7 @@ from cfl_ray.models import ModelRecipe
 from cfl_ray.nn.network import Network, new_module
 from cfl_ray.population.availability import Availability, OwnAvailability
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.setup.dry_rounds import FEW, DryBackend, dry_rounds, of_few, why_synchronous
+from cfl_ray.setup.dry_rounds import FEW, DryBackend, DryRounds, of_few, why_synchronous
 from cfl_ray.setup.first_models import start_of
 from cfl_ray.setup.scheduled_changes import population_of
 from cfl_ray.setup.setup import Setup
@@ -44,9 +43,9 @@ def check_batches(setup: Setup, network: Network) -> None:
     if not network.batch_statistics:
         return
     sizes_N = setup.federation.num_samples_N
-    for label, method in setup.methods.items():
+    for label in setup.methods:
         local = setup.local_of(label)
-        batches = _work_of(setup, network, label, method).batches
+        batches = _work_of(setup, network, label).batches
         for size, per_step in sorted(batches | {(local.batch_size or 0, 1)}):
             batch_N = np.asarray(replace(local, batch_size=size or None).batch_of(sizes_N, per_step))
             single_N = (sizes_N == 1) | (batch_N == 1) | ((sizes_N % batch_N == 1) & (not local.drop_last))
@@ -202,23 +201,22 @@ def check_features(setup: Setup, network: Network) -> None:
     try:
         network.check_features()
     except ConfigError as error:
-        for label, method in setup.methods.items():
-            if _work_of(setup, network, label, method).readers:
+        for label in setup.methods:
+            if _work_of(setup, network, label).readers:
                 raise ConfigError(f"{label}: {error}") from None
 
 
-def _work_of(setup: Setup, network: Network, label: str, method: Method[Any]) -> DryBackend:
+def _work_of(setup: Setup, network: Network, label: str) -> DryBackend:
     """The work of a method in rounds without training up to its last phase, for two clients if they are enough."""
 
-    def play(num_clients: int) -> DryBackend:
-        backend, rounds = DryBackend(network.spec, setup.federation.shape), max(setup.experiment.rounds, 2)
-        cohort = min(num_clients, max(setup.division.cohort, 2))
-        local = setup.local_of(label)
-        for _ in dry_rounds(method, num_clients, cohort, local, backend, rounds=rounds, to_last_phase=True):
+    def play(dry: DryRounds) -> DryBackend:
+        backend = DryBackend(dry.spec, dry.shape)
+        dry = replace(dry, cohort=min(dry.num_clients, max(dry.cohort, 2)), secure=None)
+        for _ in dry.play(backend, to_last_phase=True):
             pass
         return backend
 
-    return of_few(play, 2, setup.federation.num_clients)
+    return of_few(play, setup.dry_rounds(label, network.spec), 2)
 
 
 def warnings_of_model(setup: Setup, network: Network) -> tuple[str, ...]:
@@ -272,10 +270,9 @@ def check_asynchronous(setup: Setup, spec: ParamSpec) -> None:
             f"asynchronous.concurrency: {wanted} clients at work, but the federation has {clients}; at most {clients}"
         )
     check_buffer(setup.asynchrony.buffer, setup.experiment.asynchronous.concurrency or setup.division.cohort)
-    for label, method in setup.methods.items():
-        local, shape, rounds = setup.local_of(label), setup.federation.shape, setup.experiment.rounds
-        trial = partial(why_synchronous, method, spec, local, shape, rounds)
-        if reason := of_few(trial, FEW, max(clients, FEW)):
+    for label in setup.methods:
+        dry = replace(setup.dry_rounds(label, spec), num_clients=max(clients, FEW))
+        if reason := of_few(why_synchronous, dry, FEW):
             raise ConfigError(
                 f"asynchronous.buffer: {label} cannot run asynchronously: {reason}; leave out the method or the buffer"
             )

@@ -152,59 +152,70 @@ class CountedGradient:
         return Forward(torch.ones(1, *features), torch.ones(1, *self.shape.outputs), y, torch.ones(1))
 
 
-def dry_rounds(
-    method: Method[Any],
-    num_clients: int,
-    cohort: int,
-    local: LocalSGD,
-    backend: DryBackend,
-    private: PrivateRun | None = None,
-    rounds: int = 2,
-    secure: SecureAggregation | None = None,
-    size: int = 1,
-    latecomers: bool = False,
-    to_last_phase: bool = False,
-) -> Iterator[tuple[State, RoundStats]]:
-    """Yields the state and statistics after each round of a method without training.
+@dataclass(frozen=True)
+class DryRounds:
+    """The rounds of a method without training, and all that decides them."""
 
-    The whole method is called: first state, rounds, and the models that clients predict with. Raises RunError for a
-    result of the wrong type or shape; an exception of the method has a note that it arose in a trial. size: samples of
-    every client. latecomers: try a client that joins after them. to_last_phase: the first round of the method's last
-    phase is the last one, unless it is round 1.
-    """
-    spec, shape = backend.spec, backend.shape
-    with _noting_trial(f"{counted(num_clients, 'client')}, {cohort} in a round, whose results are all 1"):
-        checked_method = CheckedMethod(method, spec.size)
-        state = checked_method.init(
-            Start(num_clients, spec, lambda index: torch.zeros(spec.size), shape.input, shape.outputs)
-        )
-        for round in range(1, rounds + 1):
-            stats = RoundStats()
-            clients = Clients(
-                np.arange(cohort),
-                np.full(cohort, size),
-                spec,
-                local,
-                backend,
-                seed=0,
-                round=round,
-                stats=stats,
-                reachable=lambda waits: (np.arange(num_clients), np.full(num_clients, size)),
-                protection=Protection(private, secure),
-            )
-            phase, state = state.phase, checked_method.round(state, clients, Draws(0, round))
-            yield state, stats
-            if to_last_phase and round > 1 and not method.phases[phase]:
-                break
-        if private is not None or secure is not None or local.examples is not None:
-            # a round after a change of data may read other uploads
-            checked_method.round(checked_method.drift(state, clients), clients, Draws(0, rounds))
-        if latecomers:
-            late = replace(clients, ids_M=np.array([num_clients - 1]), num_samples_M=np.array([size]))
-            absent = checked_method.leave(state, late.ids_M)
-            for before in (absent, checked_method.join(absent, late)):
-                checked_method.round(before, late, Draws(0, rounds))
-        checked_method.serve(state, replace(clients, evaluated=True, stats=RoundStats()))
+    method: Method[Any]
+    num_clients: int
+    cohort: int  # clients of a round
+    local: LocalSGD
+    spec: ParamSpec
+    shape: DataShape
+    rounds: int = 2  # most rounds that are played
+    secure: SecureAggregation | None = None
+    size: int = 1  # samples of every client
+
+    def start(self, new_model: Callable[[int], Tensor]) -> Start:
+        """The argument of `Method.init`."""
+        return Start(self.num_clients, self.spec, new_model, self.shape.input, self.shape.outputs)
+
+    def play(
+        self,
+        backend: DryBackend,
+        private: PrivateRun | None = None,
+        latecomers: bool = False,
+        to_last_phase: bool = False,
+    ) -> Iterator[tuple[State, RoundStats]]:
+        """Yields the state and statistics after each round.
+
+        The whole method is called: first state, rounds, and the models that clients predict with. Raises RunError for a
+        result of the wrong type or shape; an exception of the method has a note that it arose in a trial. latecomers:
+        try a client that joins after the rounds. to_last_phase: the first round of the method's last phase, but not
+        round 1, is the last one; so there are at least two.
+        """
+        spec, cohort, size = self.spec, self.cohort, self.size
+        last = max(self.rounds, 2) if to_last_phase else self.rounds
+        with _noting_trial(f"{counted(self.num_clients, 'client')}, {cohort} in a round, whose results are all 1"):
+            checked_method = CheckedMethod(self.method, spec.size)
+            state = checked_method.init(self.start(lambda index: torch.zeros(spec.size)))
+            for round in range(1, last + 1):
+                stats = RoundStats()
+                clients = Clients(
+                    np.arange(cohort),
+                    np.full(cohort, size),
+                    spec,
+                    self.local,
+                    backend,
+                    seed=0,
+                    round=round,
+                    stats=stats,
+                    reachable=lambda waits: (np.arange(self.num_clients), np.full(self.num_clients, size)),
+                    protection=Protection(private, self.secure),
+                )
+                phase, state = state.phase, checked_method.round(state, clients, Draws(0, round))
+                yield state, stats
+                if to_last_phase and round > 1 and not self.method.phases[phase]:
+                    break
+            if private is not None or self.secure is not None or self.local.examples is not None:
+                # a round after a change of data may read other uploads
+                checked_method.round(checked_method.drift(state, clients), clients, Draws(0, last))
+            if latecomers:
+                late = replace(clients, ids_M=np.array([self.num_clients - 1]), num_samples_M=np.array([size]))
+                absent = checked_method.leave(state, late.ids_M)
+                for before in (absent, checked_method.join(absent, late)):
+                    checked_method.round(before, late, Draws(0, last))
+            checked_method.serve(state, replace(clients, evaluated=True, stats=RoundStats()))
 
 
 @contextmanager
@@ -219,14 +230,14 @@ def _noting_trial(what: str) -> Iterator[None]:
         raise
 
 
-def of_few(play: Callable[[int], Result], few: int, num_clients: int) -> Result:
+def of_few(play: Callable[[DryRounds], Result], dry: DryRounds, few: int) -> Result:
     """The result of a trial with few clients; of one with all, if the method fails with few, as with more clusters."""
     try:
-        return play(few)
+        return play(replace(dry, num_clients=few))
     except UserError:
         raise
     except Exception:
-        return play(num_clients)
+        return play(dry)
 
 
 @dataclass(frozen=True)
@@ -248,65 +259,32 @@ class TrafficEstimate:
         return sum(map(sum, self.rounds)) + (rounds - len(self.rounds)) * sum(self.rounds[-1])
 
 
-def traffic(
-    method: Method[Any],
-    num_clients: int,
-    cohort: int,
-    spec: ParamSpec,
-    local: LocalSGD,
-    shape: DataShape,
-    secure: SecureAggregation | None = None,
-    rounds: int = 2,
-) -> TrafficEstimate:
-    """The traffic of a method, counted in `dry_rounds` up to a round of its last phase. rounds: at most so many."""
-    mbit, models, backend = [], 0, DryBackend(spec, shape)
-    played = dry_rounds(
-        method, num_clients, cohort, local, backend, rounds=max(rounds, 2), secure=secure, to_last_phase=True
-    )
+def traffic(dry: DryRounds) -> TrafficEstimate:
+    """The traffic of a method, counted up to a round of its last phase."""
+    mbit, models, backend = [], 0, DryBackend(dry.spec, dry.shape)
     with one_thread():  # as the server
-        for state, stats in played:
-            mbit.append((stats.traffic.down_bits / num_clients / 1e6, stats.traffic.up_bits / num_clients / 1e6))
+        for state, stats in dry.play(backend, to_last_phase=True):
+            down, up = stats.traffic.down_bits, stats.traffic.up_bits
+            mbit.append((down / dry.num_clients / 1e6, up / dry.num_clients / 1e6))
             models = state.num_clusters
-    if isinstance(method.aggregation_rule, Mean):
+    if isinstance(dry.method.aggregation_rule, Mean):
         deferred = max(backend.deferred, default=0)
     else:
-        deferred = cohort * backend.kept.get(KEPT_WEIGHTS, 1)  # a robust rule needs all results together
+        deferred = dry.cohort * backend.kept.get(KEPT_WEIGHTS, 1)  # a robust rule needs all results together
     return TrafficEstimate(rounds=tuple(mbit), models=models, deferred=deferred, kept=backend.kept)
 
 
-def load_of(
-    method: Method[Any],
-    clients: int,
-    size: int,
-    spec: ParamSpec,
-    local: LocalSGD,
-    shape: DataShape,
-    secure: SecureAggregation | None = None,
-    rounds: int = 2,
-    num_clients: int | None = None,
-) -> Load:
-    """The work of a client in a round of the method's last phase, or in round `rounds` if that comes before.
+def load_of(dry: DryRounds) -> Load:
+    """The work of a client in a round of the method's last phase, or in the last round if that comes before.
 
-    clients: number of clients, all of which take part in every round, so that all have the same work. size: samples of
-    every client. num_clients: of the federation; None: no more.
+    The same clients take part in every round, so that all of them have the same work.
     """
-    backend = DryBackend(spec, shape, size=size)
-    played = dry_rounds(
-        method,
-        num_clients or clients,
-        clients,
-        local,
-        backend,
-        rounds=max(rounds, 2),
-        secure=secure,
-        size=size,
-        to_last_phase=True,
-    )
+    clients, size, backend = dry.cohort, dry.size, DryBackend(dry.spec, dry.shape, size=dry.size)
     with one_thread():  # as the server
-        for _, stats in played:
+        for _, stats in dry.play(backend, to_last_phase=True):
             bits, work = stats.traffic, dict(backend.work)
             backend.work.clear()
-    once = int(local.steps_of(np.array([size]))[0] * local.batch_of(size))  # samples of the experiment's training
+    once = int(dry.local.steps_of(np.array([size]))[0] * dry.local.batch_of(size))  # samples of the usual training
     return Load(
         bits.down_bits / clients,
         bits.up_bits / clients,
@@ -315,29 +293,28 @@ def load_of(
     )
 
 
-def why_synchronous(
-    method: Method[Any], spec: ParamSpec, local: LocalSGD, shape: DataShape, rounds: int, num_clients: int = FEW
-) -> str:
+def why_synchronous(dry: DryRounds) -> str:
     """Why rounds of the method cannot be asynchronous, by rounds without training; empty: they can.
 
-    rounds: of the run. num_clients: at least 12, of which some take part. Three rounds of the method's last phase are
-    played, if it comes to that.
+    At least 12 clients, of which four take part in a round. Three rounds of the method's last phase are played, if it
+    comes to that.
     """
+    method, spec, count = dry.method, dry.spec, dry.num_clients
     if not isinstance(method.aggregation_rule, Mean):
         return f"aggregation {method.aggregation} compares results of clients that start from the same model"
     if method.only_synchronous:
         return method.only_synchronous
-    count, models = num_clients, ChangingBackend(spec, shape)
+    models = ChangingBackend(spec, dry.shape)
     checked_method, first_KP = CheckedMethod(method, spec.size), models.random(FEW, spec.size)
-    state = checked_method.init(Start(count, spec, lambda k: first_KP[k % FEW] + k // FEW, shape.input, shape.outputs))
+    state = checked_method.init(dry.start(lambda k: first_KP[k % FEW] + k // FEW))
     versions, sizes = Versions(strict=True), np.ones(4, np.int64)
     left = 3
-    for round in range(1, rounds + 1):
+    for round in range(1, dry.rounds + 1):
         new = 2 + 2 * (round - 1) % (FEW - 2)
         ids = np.array([0, 1, new, new + 1])  # at first, two of them for the first time
         # all of them have received the version before the present version
         received = Received(versions, dict.fromkeys(range(count), round - 2), round - 1)
-        clients = Clients(ids, sizes, spec, local, models, seed=0, round=round, received=received)
+        clients = Clients(ids, sizes, spec, dry.local, models, seed=0, round=round, received=received)
         try:
             with _noting_trial(f"{counted(count, 'client')}, {len(ids)} in a round, whose results are random"):
                 after = checked_method.round(state, clients, Draws(0, round))

@@ -19,7 +19,7 @@ from cfl_ray.privacy.examples import ExampleAccount, delta_of
 from cfl_ray.privacy.noisy_sums import PrivateRun, rounded_norm
 from cfl_ray.privacy.privacy_plan import PrivacyPlan, privacy_plan_of
 from cfl_ray.setup.checks import check_batches
-from cfl_ray.setup.dry_rounds import DryBackend, dry_rounds
+from cfl_ray.setup.dry_rounds import DryBackend
 from cfl_ray.setup.setup import Setup
 
 _DRY_FLOATS = 10**9  # floats of the models in all rounds without training that plan a private run
@@ -137,20 +137,11 @@ def _tried(
 ) -> Iterator[Any]:
     """Yields the first rounds of a method without training, in which it requests everything that its server reads.
 
-    size: samples of every client. latecomers: see `dry_rounds`.
+    size: samples of every client. latecomers: see `DryRounds.play`.
     """
-    return dry_rounds(
-        setup.methods[label],
-        setup.federation.num_clients,
-        setup.division.cohort,
-        setup.local_of(label),
-        DryBackend(spec, setup.federation.shape),
-        private,
-        min(setup.experiment.rounds, max(2, _DRY_FLOATS // spec.size)),
-        setup.secure,
-        size,
-        latecomers,
-    )
+    dry = setup.dry_rounds(label, spec)
+    dry = replace(dry, rounds=min(dry.rounds, max(2, _DRY_FLOATS // spec.size)), size=size)
+    return dry.play(DryBackend(spec, dry.shape), private, latecomers)
 
 
 def _latecomers(setup: Setup) -> bool:

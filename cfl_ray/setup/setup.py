@@ -1,13 +1,13 @@
 """The setup of a run, which every process gets: the experiment, its federation, network recipe and methods."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from torch import nn
 
-from cfl_ray.clock.devices import Clock, Load
+from cfl_ray.clock.devices import Clock
 from cfl_ray.clock.virtual_time import Asynchrony, VirtualTime
 from cfl_ray.config import Experiment
 from cfl_ray.config.attack import AttackersConfig
@@ -33,7 +33,7 @@ from cfl_ray.population.population import count_of
 from cfl_ray.privacy.examples import ExampleAccount
 from cfl_ray.privacy.privacy_plan import PrivacyPlan
 from cfl_ray.setup.criterion import RoundChoice
-from cfl_ray.setup.dry_rounds import load_of, of_few
+from cfl_ray.setup.dry_rounds import DryRounds, load_of, of_few
 
 
 @dataclass(frozen=True)
@@ -74,19 +74,26 @@ class Setup:
         clients = cohort.clients or count_of(cohort.fraction, self.federation.num_clients)
         return Division(clients, bool(self.experiment.runtime.clients_per_host))
 
+    def dry_rounds(self, label: str, spec: ParamSpec) -> DryRounds:
+        """All rounds of a method without training."""
+        return DryRounds(
+            self.methods[label],
+            self.federation.num_clients,
+            self.division.cohort,
+            self.local_of(label),
+            spec,
+            self.federation.shape,
+            self.experiment.rounds,
+            self.secure,
+        )
+
     def time_of(self, label: str, spec: ParamSpec, sizes_of: Callable[[np.ndarray], np.ndarray]) -> VirtualTime | None:
         """The virtual time of a method, before round 1. sizes_of: n_i of clients in the present round."""
         if self.clock is None:
             return None
-        local, shape, rounds = self.local_of(label), self.federation.shape, self.experiment.rounds
         size = max(round(float(np.mean(self.federation.num_samples_N))), 1)
-        method, cohort, secure = self.methods[label], self.division.cohort, self.secure
-
-        def load_among(num_clients: int) -> Load:
-            return load_of(method, cohort, size, spec, local, shape, secure, rounds, num_clients)
-
-        load = of_few(load_among, cohort, self.federation.num_clients)
-        return VirtualTime(self.clock, load, local, sizes_of)
+        dry = replace(self.dry_rounds(label, spec), size=size)
+        return VirtualTime(self.clock, of_few(load_of, dry, dry.cohort), dry.local, sizes_of)
 
     def network(self, device: str = "cpu") -> Network:
         """A new network that any model of the experiment can be loaded into."""

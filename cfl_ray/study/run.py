@@ -509,9 +509,9 @@ class _Launch:
             write_figures(folder, means, self.watcher.warn, prefix)
 
 
-def _check_halving(sweep: SweepConfig | None, runs: Sequence[StudyRun]) -> None:
+def _check_halving(sweep: SweepConfig, runs: Sequence[StudyRun]) -> None:
     """Raises ConfigError if runs are compared before their first evaluation."""
-    if sweep is None or sweep.halving is None:
+    if sweep.halving is None:
         return
     for run in runs:
         if (every := run.experiment.evaluation.every) > sweep.halving.first:

@@ -142,9 +142,9 @@ def write_bytes(path: Path, content: bytes, mode: int = PRIVATE) -> None:
         os.fsync(file.fileno())
 
 
-def write_json(path: Path, value: dict[str, Any], mode: int = PRIVATE) -> None:
+def write_json(path: Path, value: dict[str, Any]) -> None:
     """Replaces `path` by a JSON object, as `write_text` does."""
-    write_text(path, json.dumps(value, indent=1) + "\n", mode)
+    write_text(path, json.dumps(value, indent=1) + "\n")
 
 
 @contextmanager

@@ -12,31 +12,31 @@ _MEMBERSHIP, _CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 def usable_cpus() -> int:
     """Number of CPUs within the affinity of this process and the quotas of all its cgroups, rounded up."""
-    groups = _cgroups("cpu", _MEMBERSHIP, _CGROUPS)
+    groups = _cgroups("cpu")
     quotas = [math.ceil(quota) for group in groups if (quota := _quota(group)) is not None]
     return max(1, min([len(os.sched_getaffinity(0)), *quotas]))
 
 
 def available_memory() -> int:
     """Bytes of memory that are available on the machine and within the limits of all cgroups of this process."""
-    groups = _cgroups("memory", _MEMBERSHIP, _CGROUPS)
+    groups = _cgroups("memory")
     return min([psutil.virtual_memory().available, *(left for group in groups if (left := _left(group)) is not None)])
 
 
-def _cgroups(controller: str, membership: Path, root: Path) -> Iterator[Path]:
+def _cgroups(controller: str) -> Iterator[Path]:
     """Yields the folders of this process's cgroups, from the innermost up to the root.
 
-    Includes cgroups of version 2 and, for the given controller, of version 1. membership: /proc/self/cgroup; in a
-    container its paths may lie above the container's root.
+    Includes cgroups of version 2 and, for the given controller, of version 1. In a container the paths may lie above
+    its root.
     """
     try:
-        lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
+        lines = [line.split(":", 2) for line in _MEMBERSHIP.read_text().splitlines()]
     except OSError:
         return
     for _, controllers, path in lines:
         if controllers and controller not in controllers.split(","):
             continue
-        top = root / controller if controllers else root
+        top = _CGROUPS / controller if controllers else _CGROUPS
         own = top / path.lstrip("/")
         yield from (group for group in (own, *own.parents) if group.is_relative_to(top))
 

@@ -25,7 +25,7 @@ from cfl_ray.report.drawing import p_in_words
 from cfl_ray.report.ranks import Ranks, ranks_of
 from cfl_ray.results.client_scores import ClientScores
 from cfl_ray.results.comparison import collected, tests_of
-from cfl_ray.results.significance import FEWEST_PAIRS, LEVEL, holm
+from cfl_ray.results.significance import FEWEST_PAIRS, LEVEL, ChosenTest, holm
 from cfl_ray.run_directory import RunDirectory
 from jobs.official.page import table as markdown
 from jobs.results.cells import ROOT, heading_of
@@ -63,7 +63,8 @@ def figures(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
     if not kept:
         raise UserError(f"{folder}: no setting has all of its {methods} methods with any seed; go on with the runs")
     scores.results = {key: {seed: scores.results[key][seed] for seed in of_seeds} for key, of_seeds in kept.items()}
-    against = {column: tests_of(kept, "accuracy", "wilcoxon", "none", scores, name) for column, name in TESTED.items()}
+    chosen = {column: ChosenTest("wilcoxon", against=name) for column, name in TESTED.items()}
+    against = {column: tests_of(kept, "accuracy", scores, test) for column, test in chosen.items()}
     rows = []
     for key, of_seeds in kept.items():
         tests = {column: float(f"{tests[key].p:.6g}") for column, tests in against.items()} | {

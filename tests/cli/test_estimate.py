@@ -16,6 +16,7 @@ from cfl_ray.data.federation import DataShape
 from cfl_ray.errors import RunError
 from cfl_ray.methods import REGISTRY, resolve
 from cfl_ray.methods.fedavg import FedAvg
+from cfl_ray.setup.dry_rounds import DryRounds, traffic
 from cfl_ray.setup.prepare import prepare
 
 
@@ -37,7 +38,7 @@ def test_estimated_traffic_is_that_of_a_run(tmp_path, monkeypatch):
     spec = prepare(experiment).network().spec
     assert set(results.methods) == set(REGISTRY)
     for label, method in resolve(experiment.methods).items():
-        expected = estimate.traffic(method, 8, 8, spec, LocalSGD(epochs=1), DataShape((6,), 10))
+        expected = traffic(DryRounds(method, 8, 8, LocalSGD(epochs=1), spec, DataShape((6,), 10)))
         down, up = (expected.rounds[0][side] + expected.rounds[-1][side] for side in (0, 1))
         final = results[label].final
         assert (final["mbit_down"], final["mbit_up"]) == pytest.approx((down, up), rel=1e-12), label

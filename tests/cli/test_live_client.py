@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from cfl_ray.cli import live_client, result_commands
+from cfl_ray.cli import live_client, run_commands
 from cfl_ray.errors import ConfigError, RunError
 from cfl_ray.methods import REGISTRY
 from cfl_ray.run_directory import RunDirectory
@@ -27,7 +27,7 @@ def test_a_finished_run(run_dir, capsys):
     assert set(status.metrics) == {"accuracy", "accuracy_local", "num_clusters"}
     records = run_dir / "ditto/metrics.jsonl"
     records.write_text(re.sub(r'"accuracy": [0-9.]+', '"accuracy": NaN', records.read_text()))
-    result_commands.status(run_dir, as_json=True)
+    run_commands.status(run_dir, as_json=True)
     assert '"accuracy": null,' in capsys.readouterr().out  # JSON has no NaN
     for verb in ("join", "leave", "stop"):
         with pytest.raises(RunError, match=f"is not live, so it takes no request to {verb}; it is finished"):

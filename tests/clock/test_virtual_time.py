@@ -23,7 +23,7 @@ from cfl_ray.errors import ConfigError
 from cfl_ray.methods import REGISTRY
 from cfl_ray.nn.network import Network
 from cfl_ray.population.population import Cohort, Population
-from cfl_ray.setup.dry_rounds import load_of, traffic, why_synchronous
+from cfl_ray.setup.dry_rounds import DryRounds, load_of, traffic, why_synchronous
 
 EQUAL = {"kind": "constant", "seconds_per_sample": 0.1, "down_mbps": None, "up_mbps": None}
 UNEQUAL = {"kind": "lognormal", "sigma": 1.2, "jitter": 0.2}
@@ -352,7 +352,7 @@ def test_the_methods_of_asynchronous_rounds():
     shape = SyntheticFederation(4, input=(8,), classes=3, groups=1, samples=4, seed=0).shape
 
     def why(method, rounds=20):
-        return why_synchronous(method, network.spec, LocalSGD(), shape, rounds)
+        return why_synchronous(DryRounds(method, 12, 4, LocalSGD(), network.spec, shape, rounds))
 
     found = {name: why(REGISTRY[name]()) for name in REGISTRY}
     refused = {"cflgp", "cgpfl", "fedac", "fedcac", "fedem", "fedrc", "fedsoft", "fesem", "fesem_cam", "pfedgraph"}
@@ -413,7 +413,8 @@ def test_keys_without_effect_are_named():
 def test_the_load_of_a_client_is_that_of_the_last_phase(method, down, up, trainings, tests):
     spec, shape = Network(lambda: torch.nn.Linear(8, 3), (8,)).spec, DataShape((8,), 3)
     local = LocalSGD(epochs=3, batch_size=5)
-    found = load_of(REGISTRY[method](), 4, 20, spec, local, shape, rounds=10)
+    dry = DryRounds(REGISTRY[method](), 4, 4, local, spec, shape, rounds=10, size=20)
+    found = load_of(dry)
     assert found == Load(32 * spec.size * down, pytest.approx(32 * spec.size * up), trainings, tests)
-    later = traffic(REGISTRY[method](), 8, 4, spec, local, shape, rounds=10).rounds[-1]
+    later = traffic(replace(dry, num_clients=8, size=1)).rounds[-1]
     assert later == pytest.approx((found.down_bits * 4 / 8 / 1e6, found.up_bits * 4 / 8 / 1e6))

@@ -31,7 +31,7 @@ from cfl_ray.errors import ConfigError, RunError
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.privacy.noisy_sums import Noise, Privacy, PrivateRun
 from cfl_ray.runtime.evaluation import Evaluator
-from cfl_ray.setup.dry_rounds import load_of
+from cfl_ray.setup.dry_rounds import DryRounds, load_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extend" / "client_program.md").read_text()
 ENGINES = ["sequential", "vectorised"]
@@ -550,7 +550,7 @@ def test_the_plan_counts_the_passes_of_a_step(program, passes, tests):
     """Of a step without training, on ones, and the pass over all samples whose losses weigh them."""
 
     one = stage("sequential")
-    load = load_of(averaging(program), 4, 8, one.network.spec, LOCAL, one.federation.shape)
+    load = load_of(DryRounds(averaging(program), 4, 4, LOCAL, one.network.spec, one.federation.shape, size=8))
     assert (load.trainings, load.tests) == (passes, tests)
 
 

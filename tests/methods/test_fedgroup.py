@@ -18,7 +18,7 @@ from cfl_ray.clustering.spectral import decomposed_cosines
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.fedgroup import FedGroup
-from cfl_ray.setup.dry_rounds import DryBackend, dry_rounds
+from cfl_ray.setup.dry_rounds import DryBackend, DryRounds
 
 PRETRAIN = 3
 
@@ -182,10 +182,9 @@ def test_migration_compares_with_the_labels_of_the_cold_start():
 
 def test_rounds_without_training_have_as_many_label_shares_as_classes():
     one = stage()
-    rounds = dry_rounds(
-        FedGroup(migrate=0.2), 30, 4, LocalSGD(), DryBackend(one.network.spec, one.federation.shape), rounds=1
-    )
-    ((state, _),) = rounds
+    spec, shape = one.network.spec, one.federation.shape
+    dry = DryRounds(FedGroup(migrate=0.2), 30, 4, LocalSGD(), spec, shape, rounds=1)
+    ((state, _),) = dry.play(DryBackend(spec, shape))
     assert state.label_NC.shape == (30, 4)
 
 

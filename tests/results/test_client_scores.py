@@ -7,7 +7,7 @@ import pytest
 from cfl_ray.results import comparison
 from cfl_ray.results.client_scores import ClientPairs, ClientScores
 from cfl_ray.results.results import MethodResult
-from cfl_ray.results.significance import pairs_in_words
+from cfl_ray.results.significance import ChosenTest, pairs_in_words
 
 
 def scores_of(**rows):
@@ -48,7 +48,7 @@ def test_duplicates_do_not_lower_p():
     better = [(0.5 + 0.1 * group, 1.0 + group) for group in range(4) for _ in range(10)]
     worse = [(0.3, 2.0 + group) for group in range(4) for _ in range(10)]
     metrics = {("e", name): {0: {"accuracy": value}} for name, value in (("a", 0.65), ("b", 0.3))}
-    tested = comparison.tests_of(metrics, "accuracy", "wilcoxon", scores=scores_of(a=[better], b=[worse]))
+    tested = comparison.tests_of(metrics, "accuracy", scores_of(a=[better], b=[worse]), ChosenTest("wilcoxon"))
     assert tested["e", "b"].p == pytest.approx(2 / 2**4)
     words = pairs_in_words("wilcoxon", list(tested.values()))
     assert words.startswith("n = 4 pairs of 40 clients") and words.endswith("p is at least 0.125")

@@ -26,7 +26,7 @@ from cfl_ray.results.comparison import (
     values_of,
 )
 from cfl_ray.results.results import MethodResult
-from cfl_ray.results.significance import holm
+from cfl_ray.results.significance import ChosenTest, holm
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.tracking import RoundRecord
 
@@ -234,13 +234,13 @@ def test_methods_are_tested_against_a_named_one():
     """The best method, high, is tested, too; an experiment without the named method has no test."""
     low, middle, high = [0.1, 0.2, 0.4], [0.3, 0.1, 0.5], [0.6, 0.9, 0.7]
     found = found_of(low=low, middle=middle, high=high) | {("f", "low"): {0: {"accuracy": 0.5}}}
-    frame = table_of(found, ["accuracy"], against="middle")
+    frame = table_of(found, ["accuracy"], test=ChosenTest(against="middle"))
     expected = [ttest_rel(low, middle).pvalue, np.nan, ttest_rel(high, middle).pvalue, np.nan]
     assert frame["p"].tolist() == pytest.approx(expected, nan_ok=True) and frame["effect"][2] > 0
-    corrected = table_of(found, ["accuracy"], correction="holm", against="middle")
+    corrected = table_of(found, ["accuracy"], test=ChosenTest(correction="holm", against="middle"))
     assert corrected["p"][:3].tolist() == pytest.approx(holm(expected[:3]), nan_ok=True)
     with pytest.raises(ConfigError, match="no run is of the method 'midle'.*did you mean 'middle'"):
-        table_of(found, ["accuracy"], against="midle")
+        table_of(found, ["accuracy"], test=ChosenTest(against="midle"))
 
 
 @pytest.mark.filterwarnings("error")
@@ -291,6 +291,10 @@ def test_a_row_is_of_the_round_whose_models_are_kept():
         values_of(of_best(None), "best")
     with pytest.raises(ConfigError, match="round must be one of kept, best, last, got '3'"):
         compare_runs([], round="3")
+    with pytest.raises(ConfigError, match="test must be one of ttest, wilcoxon, got 't-test'"):
+        compare_runs([], test="t-test")
+    with pytest.raises(ConfigError, match="correction must be one of none, holm, got 'bonferroni'"):
+        compare_runs([], correction="bonferroni")
 
 
 def test_names_end_no_cell_of_a_table():

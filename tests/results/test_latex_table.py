@@ -10,6 +10,7 @@ from cfl_ray.report.drawing import p_in_words
 from cfl_ray.results.client_scores import ClientPairs, ClientScores
 from cfl_ray.results.comparison import is_dense
 from cfl_ray.results.latex_table import escaped, latex_table
+from cfl_ray.results.significance import ChosenTest
 
 BEST, NEAR, FAR = [0.90, 0.94, 0.92], [0.89, 0.95, 0.90], [0.10, 0.13, 0.12]
 
@@ -49,7 +50,7 @@ def test_the_best_is_bold_and_what_is_not_worse_is_underlined():
     (caption,) = [line for line in lines if line.startswith(r"\caption")]
     assert "mean $\\pm$ standard deviation over 3 seeds" in caption and "paired t-test over seeds, $n = 3$" in caption
     assert "without a correction" in caption
-    assert "Holm's correction over methods" in latex_table(found(), ["accuracy"], correction="holm")
+    assert "Holm's correction over methods" in latex_table(found(), ["accuracy"], test=ChosenTest(correction="holm"))
 
 
 def test_of_losses_the_least_is_the_best_and_of_numbers_of_clusters_none():
@@ -61,7 +62,8 @@ def test_of_losses_the_least_is_the_best_and_of_numbers_of_clusters_none():
 def test_holm_may_decide_a_mark():
     """p = 0.0302 of the first alone is below 0.05, and twice this value is not (two methods are compared)."""
     rows = {"fed_avg": [0.5, 0.6, 0.55], "ifca": [0.7, 0.74, 0.72], "cfl": [0.69, 0.72, 0.715]}
-    plain, holm = (latex_table(found(**rows), ["accuracy"], correction=how) for how in ("none", "holm"))
+    chosen = (ChosenTest(correction=how) for how in ("none", "holm"))
+    plain, holm = (latex_table(found(**rows), ["accuracy"], test=test) for test in chosen)
     assert "underline" not in plain.partition("fed")[2].partition("ifca")[0]
     assert plain.count("underline{") <= holm.count("underline{")
 
@@ -90,16 +92,17 @@ def test_a_test_over_clients():
     runs = {("e", name): {0: {"accuracy": value}} for name, value in (("a", 0.9), ("b", 0.845))}
     scores = {"a": dict.fromkeys(range(10), 0.9), "b": {i: 0.9 - 0.01 * (i + 1) for i in range(10)}}
     found = Scores(lambda key, other: ClientPairs(scores[key[1]], scores[other[1]], 10))
-    text = latex_table(runs, ["accuracy"], "wilcoxon", "holm", found)
+    test = ChosenTest("wilcoxon", "holm")
+    text = latex_table(runs, ["accuracy"], found, test)
     assert (
         "Wilcoxon signed-rank test over clients, $n = 10$ clients, each" in text
         and r"Accuracy (\%) $\uparrow$ of one seed" in text
     )
     shared = Scores(lambda key, other: ClientPairs(scores[key[1]], scores[other[1]], 30, overlap=True))
-    text_of_shared = latex_table(runs, ["accuracy"], "wilcoxon", "holm", shared)
+    text_of_shared = latex_table(runs, ["accuracy"], shared, test)
     assert "$n = 10$ pairs of 30 clients" in text_of_shared and "in common" in text_of_shared
     assert r"a & $\mathbf{90.00}$ \\" in text and r"b & $84.50$ \\" in text
-    without = latex_table(runs, ["accuracy"], "wilcoxon", "holm", Scores(lambda key, other: ClientPairs()))
+    without = latex_table(runs, ["accuracy"], Scores(lambda key, other: ClientPairs()), test)
     assert "No test of differences, which needs a metric of single clients" in without
     assert "which needs three seeds" in latex_table(runs, ["accuracy"])
 
