@@ -215,6 +215,11 @@ class MixtureUpdates:
         return torch.from_numpy(self._of_client(f"report {name}"))
 
     @property
+    def train_loss_M(self) -> np.ndarray:
+        """Sum of the weighted losses of all models, float64 (M,), and errors, as `Updates.train_loss_M`."""
+        return np.nansum(self._by_client(self.updates.train_loss_M), 1)
+
+    @property
     def local_scores(self) -> dict[str, np.ndarray]:
         """Scores of P-local of each client's trained model with the largest weight, float64 (M, 2), by part."""
         best_M = np.nan_to_num(self.weight_MK).argmax(1)

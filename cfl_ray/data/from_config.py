@@ -50,6 +50,7 @@ class FederationSummary:
     samples: tuple[int, float, int]  # training samples of a client: fewest, median, most
     groups: int  # true groups; 0 if they are unknown
     shape: DataShape
+    test_sets: int  # shared test sets; 0 if the view is hold-out
     view: str  # the data on which clients are tested (`data.test.view`)
     tested_on: str  # a sentence on these data
     validated_on: str  # a sentence on the validation data; empty: there are none
@@ -290,6 +291,7 @@ def _summary_of(federation: Federation) -> FederationSummary:
         samples=_fewest_median_most(federation.num_samples_N),
         groups=federation.num_groups,
         shape=federation.shape,
+        test_sets=federation.num_test_sets(),
         view=federation.view,
         tested_on=federation.tested_on,
         validated_on=federation.validated_on,
@@ -313,6 +315,7 @@ def _summary_of_plan(plan: FederationPlan, data: DataConfig, warnings: list[str]
         samples=_fewest_median_most(num_samples_N),
         groups=len({client.group for client in plan.clients if client.group >= 0}),
         shape=data_set.data_shape,
+        test_sets=len(plan.test_sets),
         view=plan.view,
         tested_on=tested_on(plan.view, len(plan.test_sets), most),
         validated_on="" if view is None else validated_on(view, len(plan.validation_sets), most),

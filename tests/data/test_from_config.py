@@ -94,6 +94,7 @@ def test_the_summary_agrees_with_what_is_built(tmp_path, options):
     assert summary.clients == federation.num_clients and summary.samples == (sizes.min(), np.median(sizes), sizes.max())
     assert summary.groups == (0 if federation.group_N is None else federation.group_N.max() + 1)
     assert summary.shape == federation.shape
+    assert summary.test_sets == federation.num_test_sets()
 
 
 def test_rotated_mnist_of_the_stocfl_paper(tmp_path, data_root):
