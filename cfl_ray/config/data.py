@@ -102,7 +102,7 @@ class ColumnsConfig(ConfigSection):
 
 NOT_IN_RECIPE = ("root", "download", "shards")  # keys for the location of the samples
 # keys that recipes of earlier versions do not have; in a recipe only if they are set
-_LATER = ("labels", "transparency", "delimiter", "encoding", "decimal", "validation_files")
+_LATER = ("labels", "transparency", "image_size", "image_fit", "delimiter", "encoding", "decimal", "validation_files")
 
 
 _USERS = {  # sources that have the client of each sample, which `partition.kind` may use -> what these are
@@ -341,9 +341,23 @@ class ImagesDataConfig(PartsDataConfig):
         description="white: images are drawn on white | keep: a further channel, if the first "
         "image has it | drop: ignored, as by torchvision's ImageFolder",
     )
+    image_size: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=2, max_length=2)] | None = Field(
+        None, description="[height, width] to which all images are resized; null: they must be of one size"
+    )
+    image_fit: Literal["stretch", "crop"] = Field(
+        "stretch",
+        description="with image_size, stretch: whole images, as torchvision's Resize([height, width]) | crop: the "
+        "largest part around the centre that has the ratio of image_size",
+    )
+
+    @model_validator(mode="after")
+    def _check_image_fit(self) -> Self:
+        if self.image_fit != "stretch" and self.image_size is None:
+            raise ValueError(f"image_fit: {self.image_fit} has no image_size; set image_size: [HEIGHT, WIDTH]")
+        return self
 
 
-class ColumnsDataConfig(ImagesDataConfig):
+class ColumnsDataConfig(PartsDataConfig):
     """Tables, whose columns have names."""
 
     columns: ColumnsConfig = ColumnsConfig()
@@ -378,8 +392,12 @@ class CsvConfig(ColumnsDataConfig):
         return self
 
 
-class HfDiskConfig(ColumnsDataConfig):
-    """Tables whose inputs can be token ids."""
+class ImageTablesConfig(ImagesDataConfig, ColumnsDataConfig):
+    """Tables with a column of images."""
+
+
+class HfDiskConfig(ImageTablesConfig):
+    """Tables whose inputs are images, numbers or token ids."""
 
     has_targets = True
     vocabulary: int | None = Field(
@@ -445,11 +463,11 @@ SOURCE_KINDS = Kinds[DataConfig](
         "medmnist": BuiltinKind(
             "a 2-D data set of MedMNIST, e.g. pathmnist.npz", MedMnistConfig, "data.sources:medmnist"
         ),
-        "images": BuiltinKind("images in parquet files", ColumnsDataConfig, "data.sources:images"),
+        "images": BuiltinKind("images in parquet files", ImageTablesConfig, "data.sources:images"),
         "image_folder": BuiltinKind("images in a folder per class", ImagesDataConfig, "data.sources:image_folder"),
         "csv": BuiltinKind("tables of numbers, in CSV or Parquet files", CsvConfig, "data.sources:csv"),
         "hf_disk": BuiltinKind("a Hugging Face data set after save_to_disk", HfDiskConfig, "data.sources:hf_disk"),
-        "femnist": BuiltinKind("FEMNIST with its writers, as parquet files", ColumnsDataConfig, "data.sources:femnist"),
+        "femnist": BuiltinKind("FEMNIST with its writers, as parquet files", ImageTablesConfig, "data.sources:femnist"),
         "femnist_leaf": BuiltinKind(
             "FEMNIST with its writers, as LEAF's JSON files", FilesDataConfig, "data.sources:femnist_leaf"
         ),

@@ -4,20 +4,24 @@ All images of a data set get one shape and type: uint8, or float32 if there are 
 """
 
 import io
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
 import PIL
-from PIL import ExifTags, Image, ImageCms, ImageFile, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageCms, ImageFile, ImageOps, UnidentifiedImageError
 
+from cfl_ray.config.data import ImagesDataConfig
 from cfl_ray.data.data_set import DataSet, Progress
 from cfl_ray.data.reading import reason as reason_of
 from cfl_ray.errors import DataError
+from cfl_ray.system.machine import usable_cpus
 from cfl_ray.system.mapped import mapped_array
 
 Encoded = bytes | None  # content of an image file; None: missing
@@ -25,6 +29,8 @@ Encoded = bytes | None  # content of an image file; None: missing
 # that their shards are not reused. Version 1 (0.1.0) dropped transparency, clipped 16 bits and ignored `mode`.
 DECODING = 2
 
+_BATCH = 16  # images that a thread decodes in turn
+_LARGE = 4096  # bytes of an encoded image from which on several threads decode faster than one
 _GREY = ("1", "L", "LA", "La")
 _NUMBERS = {8: "8 bits, divided by 255", 16: "16 bits, divided by 65535", 32: "numbers as they are"}  # by their bits
 # Ghostscript, another program, draws the first; of the second, Pillow reads the size only
@@ -60,6 +66,15 @@ class Pixels(NamedTuple):
     bits: int  # 8: 0..255; 16: float32 0..1; 32: float32, numbers as they are
 
 
+class _Decoded(NamedTuple):
+    """A decoded image, and what is counted of it."""
+
+    pixels: Pixels
+    size: tuple[int, int]  # height and width in the file
+    kind: tuple[str, str]  # kind and mode
+    remarks: list[str]  # what is not used of it
+
+
 class Layout(NamedTuple):
     """Channels and type of arrays of images."""
 
@@ -89,24 +104,59 @@ class Layout(NamedTuple):
         return f"{colours}{' with alpha' * self.alpha} ({_NUMBERS[self.bits]})"
 
 
+@dataclass(frozen=True)
+class Drawing:
+    """How images become arrays.
+
+    transparency: white: images are drawn on white; keep: it becomes the last channel; drop: it is ignored. size: height
+    and width to which every image is resized; None: its own, which must be that of the first. fit: stretch: as a whole,
+    as torchvision's Resize with two numbers; crop: the largest part around the centre that has the ratio of `size`.
+    """
+
+    transparency: str = "white"
+    size: tuple[int, int] | None = None
+    fit: str = "stretch"
+
+    def resized(self, image: Image.Image) -> Image.Image:
+        """The image in this size, by bilinear interpolation over all pixels that a new one covers.
+
+        image: of mode L, RGB, RGBA or F. Colours count by their alpha.
+        """
+        if self.size is None:
+            return image
+        width_height = self.size[::-1]
+        if self.fit == "crop":
+            return ImageOps.fit(image, width_height, Image.Resampling.BILINEAR)
+        return image.resize(width_height, Image.Resampling.BILINEAR)
+
+
+AS_STORED = Drawing()
+
+
+def drawing_of(data: ImagesDataConfig) -> Drawing:
+    """The drawing that the section `data` asks for."""
+    size = data.image_size
+    return Drawing(data.transparency, None if size is None else (size[0], size[1]), data.image_fit)
+
+
 class Decoder:
     """Decodes images to arrays (C, H, W) of one shape and type, and counts what it saw.
 
-    All have the height and width of the first. They have colours if the first has or any has, likewise transparency if
+    All have one height and width. They have colours if the first has or any has, likewise transparency if
     it is kept, and 16 bits: a grey image then gets three equal channels, an opaque one is opaque everywhere, and values
     of 8 bits are numbers between 0 and 1, too. Test images have what the training images have.
 
-    transparency: white: images are drawn on white; keep: it becomes the last channel; drop: it is ignored. mode: of
-    Pillow, to which every image is converted; None: its own.
+    mode: of Pillow, to which every image is converted; None: its own.
     """
 
-    def __init__(self, transparency: str = "white", mode: str | None = None) -> None:
-        self.transparency, self.mode = transparency, mode
+    def __init__(self, drawing: Drawing = AS_STORED, mode: str | None = None) -> None:
+        self.drawing, self.mode = drawing, mode
         self.size: tuple[int, int] | None = None  # height and width; None before the first image
         self.layout = Layout()
         self.is_final = False  # whether the training images are decoded
         self.is_changed = False  # whether an image had other pixels in version 1 of the decoding
         self.seen: Counter[tuple[str, str]] = Counter()  # images by kind and mode
+        self.sizes: Counter[tuple[int, int]] = Counter()  # images by their height and width in the file
         self.remarks: Counter[str] = Counter()  # images by what is not used of them
 
     @property
@@ -144,33 +194,58 @@ class Decoder:
         if not pixels:
             return np.broadcast_to(self.layout.dtype(0), (count, *self.shape))
         x = mapped_array((count, *self.shape), self.layout.dtype)
-        for done, (content, name, kind) in enumerate(images, 1):
+        for done, (name, one) in enumerate(self._decoded_in_order(images), 1):
             before = self.layout
-            one = self.look(content, name, kind)
+            self._take(name, one)
             if self.layout != before:
                 x = self._in_new_layout(x, before, done - 1)
-            x[done - 1] = self._fitted(one)
+            x[done - 1] = self._fitted(one.pixels)
             if progress and (done % 1000 == 0 or done == count):
                 progress("decoding images", done, count)
         self.is_final = True
         return x
 
-    def look(self, content: Encoded, name: str, kind: str = "") -> Pixels:
-        """Decodes an image, with the layout widened to what it has. Arguments and errors: as for `all`."""
+    def look(self, content: Encoded, name: str, kind: str = "") -> None:
+        """Decodes an image, and widens the layout to what it has. Arguments and errors: as for `all`."""
+        self._take(name, self._decoded(content, name, kind))
+
+    def _decoded_in_order(self, images: Iterable[tuple[Encoded, str, str]]) -> Iterator[tuple[str, _Decoded]]:
+        """Yields the name and the values of each image. At most two batches a thread are in memory."""
+        batches = _batched(iter(images))
+        first = next(batches, [])
+        is_large = sum(len(content or b"") for content, _, _ in first) > _LARGE * len(first)
+        threads = usable_cpus() if is_large else 1  # Pillow decodes without Python's lock, and numpy's work is small
+        waiting = deque[Future[list[tuple[str, _Decoded]]]]()
+        with ThreadPoolExecutor(threads, "decode") as pool:
+            for batch in chain([first], batches):
+                waiting.append(pool.submit(lambda batch: [(one[1], self._decoded(*one)) for one in batch], batch))
+                if len(waiting) == 2 * threads:
+                    yield from waiting.popleft().result()
+            while waiting:
+                yield from waiting.popleft().result()
+
+    def _decoded(self, content: Encoded, name: str, kind: str) -> _Decoded:
+        """The image, of which nothing is counted yet, so that several threads can decode."""
         with closing(_opened(content, name)) as image:
-            # checked before decoding, so that a huge image is not decoded
-            if (size := (image.height, image.width)) != self.size:
+            size = image.height, image.width
+            if self.drawing.size is None and size != self.size:  # before decoding, so that no huge image is decoded
                 assert self.size is not None
                 raise DataError(
-                    f"{name} is {size[0]}x{size[1]}, the first image is {self.size[0]}x{self.size[1]}; "
-                    "resize all to the same size"
+                    f"{name} is {_in_words(size)}, the first image is {_in_words(self.size)}; set data.image_size: "
+                    "[HEIGHT, WIDTH], to which all are resized"
                 )
-            self._remember(image, kind)
+            mode, remarks = image.mode, [*self._remarks(image)]  # before decoding
             pixels = self._pixels(image, name)
             if _is_turned(image):
-                self.remarks["have an orientation in EXIF, which is not applied, as in torchvision's ImageFolder"] += 1
-        self._widen(pixels, name)
-        return pixels
+                remarks.append("have an orientation in EXIF, which is not applied, as in torchvision's ImageFolder")
+            return _Decoded(pixels, size, (kind or str(image.format), mode), remarks)
+
+    def _take(self, name: str, one: _Decoded) -> None:
+        """Counts a decoded image, and widens the layout to what it has."""
+        self.sizes[one.size] += 1
+        self.seen[one.kind] += 1
+        self.remarks.update(one.remarks)
+        self._widen(one.pixels, name)
 
     def _widen(self, pixels: Pixels, name: str) -> None:
         """Adds to the layout what an image has and no image before had."""
@@ -212,20 +287,17 @@ class Decoder:
         kept = np.full(x.shape[1:], 255, np.uint8) if alpha is None else alpha
         return np.concatenate([x, (kept if self.layout.bits == 8 else kept / np.float32(255))[None]])
 
-    def _remember(self, image: Image.Image, kind: str) -> None:
-        """Counts an image that is not decoded yet, and what will not be used of it."""
-        self.seen[kind or str(image.format), image.mode] += 1
+    def _remarks(self, image: Image.Image) -> Iterator[str]:
+        """Yields remarks on what will not be used of an image that is not decoded yet."""
         if _frames(image) > 1:
-            self.remarks["have several frames, of which the first is read"] += 1
-        if image.has_transparency_data and self.transparency == "white":
-            text = (
-                "have transparency and are drawn on white; data.transparency: keep makes it a channel, drop ignores it"
-            )
-            self.remarks[text] += 1
-        if image.has_transparency_data and self.transparency == "drop":
-            self.remarks["have transparency, which is ignored (data.transparency: drop)"] += 1
+            yield "have several frames, of which the first is read"
+        if image.has_transparency_data and self.drawing.transparency == "white":
+            how = "data.transparency: keep makes it a channel, drop ignores it"
+            yield f"have transparency and are drawn on white; {how}"
+        if image.has_transparency_data and self.drawing.transparency == "drop":
+            yield "have transparency, which is ignored (data.transparency: drop)"
         if _loses_bits(image):
-            self.remarks["have colours of 16 bits, of which Pillow reads the upper 8"] += 1
+            yield "have colours of 16 bits, of which Pillow reads the upper 8"
 
     def _pixels(self, image: Image.Image, name: str) -> Pixels:
         """The values of an image, decoded here. Raises DataError if it is damaged."""
@@ -238,10 +310,13 @@ class Decoder:
                 values, self.is_changed = np.asarray(image), True
                 x = values.astype(np.float32) / np.float32(65535 if is_16 else 1)
                 is_clear = values == image.info.get("transparency", -1) if transparent else np.zeros(values.shape, bool)
-                if self.transparency == "white":
+                if self.drawing.transparency == "white":
                     x[is_clear] = 1
                 alpha = np.where(is_clear, 0, 255).astype(np.uint8) if transparent else None
-                pixels = Pixels(x[None], alpha if self.transparency == "keep" else None, 16 if is_16 else 32)
+                x = np.asarray(self.drawing.resized(Image.fromarray(x)))
+                if alpha is not None:
+                    alpha = np.asarray(self.drawing.resized(Image.fromarray(alpha)))
+                pixels = Pixels(x[None], alpha if self.drawing.transparency == "keep" else None, 16 if is_16 else 32)
             else:
                 pixels = self._of_8_bits(image)
         except Exception as error:  # plugins of Pillow raise errors of many classes
@@ -252,13 +327,14 @@ class Decoder:
 
     def _of_8_bits(self, image: Image.Image) -> Pixels:
         is_grey, alpha = image.mode in _GREY, None
-        if not image.has_transparency_data or self.transparency == "drop":
-            drawn = _converted(image, "L" if is_grey else "RGB")
+        if not image.has_transparency_data or self.drawing.transparency == "drop":
+            drawn = self.drawing.resized(_converted(image, "L" if is_grey else "RGB"))
         else:
-            drawn = _converted(image, "RGBA")
+            drawn = self.drawing.resized(_converted(image, "RGBA"))
             kept = np.asarray(drawn.getchannel("A"))
-            self.is_changed |= bool((kept < 255).any())
-            if self.transparency == "keep":
+            if (kept < 255).any():
+                self.is_changed = True
+            if self.drawing.transparency == "keep":
                 alpha = kept
             else:
                 drawn = Image.alpha_composite(Image.new("RGBA", drawn.size, "white"), drawn)
@@ -271,15 +347,37 @@ class Decoder:
         notes, warnings = self.report(what)
         return replace(data_set, notes=tuple(notes), warnings=(*data_set.warnings, *warnings), decoding=self.version)
 
+    def _sizes_in_words(self) -> str:
+        """Sizes in the files, and the one to which images were resized."""
+        assert self.size is not None
+        kept, others = self.sizes[self.size], sorted(self.sizes.keys() - {self.size})
+        if not others:
+            return f"all of them {_in_words(self.size)}, as data.image_size"
+        ends = [_in_words(others[0]), _in_words(others[-1])]
+        of = ends[0] if len(others) == 1 else f"{len(others)} sizes, {' to '.join(ends)},"
+        how = {"stretch": "as a whole", "crop": "from their centre"}[self.drawing.fit]
+        return f"{self.sizes.total() - kept} of {of} resized to {_in_words(self.size)} {how}"
+
     def report(self, what: str) -> tuple[list[str], list[str]]:
         """(notes, warnings) on the images that were decoded. what: name of the data."""
         if not self.seen:
             return [], []
         kinds = ", ".join(f"{count} {kind} ({mode})" for (kind, mode), count in sorted(self.seen.items()))
         note = f"{what}: read {self.seen.total()} images, {self.layout.in_words}: {kinds}"
+        if self.drawing.size is not None:
+            note += f"; {self._sizes_in_words()}"
         is_mixed = len({mode for _, mode in self.seen}) > 1
         remarks = [f"{what}: {count} images {text}" for text, count in sorted(self.remarks.items())]
         return ([] if is_mixed else [note]), [note] * is_mixed + remarks
+
+
+def _batched(images: Iterator[tuple[Encoded, str, str]]) -> Iterator[list[tuple[Encoded, str, str]]]:
+    while batch := list(islice(images, _BATCH)):
+        yield batch
+
+
+def _in_words(size: tuple[int, int]) -> str:
+    return "x".join(map(str, size))
 
 
 def _opened(content: Encoded, name: str) -> Image.Image:

@@ -17,7 +17,7 @@ from cfl_ray.config import ColumnsConfig
 from cfl_ray.data import hf_disk
 from cfl_ray.data.columns import MAX_LABEL, Named, alike_warnings, column_of, concatenated, label_names, unread_warnings
 from cfl_ray.data.data_set import DataSet, Progress
-from cfl_ray.data.decoding import Decoder, Encoded, suffixes
+from cfl_ray.data.decoding import AS_STORED, Decoder, Drawing, Encoded, suffixes
 from cfl_ray.data.raw_files import FileState, RawFiles
 from cfl_ray.data.reading import reading
 from cfl_ray.data.tables import data_set_of
@@ -40,14 +40,14 @@ def read_parquet(
     pixels: bool,
     progress: Progress | None,
     *,
-    transparency: str = "white",
+    drawing: Drawing = AS_STORED,
     dense: bool = False,
     validation: Sequence[Path] = (),
     names_unread: bool = False,
 ) -> DataSet:
     """The images of these files in file order. Raises DataError naming the file and row of unusable data.
 
-    num_classes: None for the largest label + 1. transparency: as in `Decoder`. dense: whether labels that occur are
+    num_classes: None for the largest label + 1. dense: whether labels that occur are
     numbered anew, without gaps. pixels: False decodes only the first image, for its shape. names_unread: whether a
     warning names the columns that are not read.
     """
@@ -61,7 +61,7 @@ def read_parquet(
         known = [schemas[file].names for file in test]
         ids = [name for name in (columns.group, columns.client if validation else None) if name]
         parts.append(_columns_of(test, [*labels, *(name for name in ids if all(name in has for has in known))]))
-    decoder = Decoder(transparency).first(*next(_encoded(train, columns.image))[:2])  # a training part has a row
+    decoder = Decoder(drawing).first(*next(_encoded(train, columns.image))[:2])  # a training part has a row
     inputs = (
         decoder.all(_encoded(files, columns.image), table.num_rows, pixels, progress)
         for files, (_, table) in zip((train, test), parts, strict=False)
@@ -287,19 +287,19 @@ def read_folders(
     test: Listing | None,
     validation: Listing | None,
     raw: RawFiles,
-    transparency: str,
+    drawing: Drawing,
     pixels: bool,
     progress: Progress | None,
 ) -> DataSet:
     """The images in a folder that has a folder for each class, numbered in sorted order of the folders' names.
 
     `clients.csv` in the training folder, with columns file (path below the folder) and client, names the client of each
-    image. raw: reads the files. transparency: as in `Decoder`.
+    image. raw: reads the files.
     """
     others = [listing for listing in (test, validation) if listing is not None]
     _check_labels(train, others)
     paths = train.paths
-    decoder = Decoder(transparency).first(raw.read(paths[0]), paths[0])
+    decoder = Decoder(drawing).first(raw.read(paths[0]), paths[0])
     if not pixels:  # an image of each class and suffix stands for all, so that a summary is quick
         for path in {(label, _suffix(path)): path for label, path in zip(train.labels, paths, strict=True)}.values():
             decoder.look(raw.read(path), path)

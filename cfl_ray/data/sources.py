@@ -25,11 +25,11 @@ import pyarrow.parquet as pq
 from cfl_ray.config import ColumnsConfig, DataConfig
 from cfl_ray.config.data import (
     SOURCE_KINDS,
-    ColumnsDataConfig,
     CsvConfig,
     FilesDataConfig,
     HfDiskConfig,
     ImagesDataConfig,
+    ImageTablesConfig,
     PartsDataConfig,
     Sent140LeafConfig,
 )
@@ -39,6 +39,7 @@ from cfl_ray.data import image_files, leaf, tables
 from cfl_ray.data.array_checks import label_warnings
 from cfl_ray.data.columns import MAX_LABEL, numbered
 from cfl_ray.data.data_set import DataSet, Progress, Source, find, roots
+from cfl_ray.data.decoding import drawing_of
 from cfl_ray.data.hf_disk import saved_dataset
 from cfl_ray.data.raw_files import RawFiles
 from cfl_ray.data.reading import reading, reason
@@ -337,7 +338,7 @@ def _join_writers(data_set: DataSet, file: Path) -> DataSet:
 # --- parquet and LEAF ---------------------------------------------------------------------------
 
 
-def images(data: ColumnsDataConfig) -> Source:
+def images(data: ImageTablesConfig) -> Source:
     """Images in the user's Parquet files."""
     get = "set data.root and data.train_files (a glob below root), e.g. train_files: 'data/train-*.parquet'"
     usual = ["train-*.parquet", "data/train-*.parquet", "plain_text/train-*.parquet"]
@@ -347,13 +348,13 @@ def images(data: ColumnsDataConfig) -> Source:
     return Source((*train, *test, *validation), read, decodes=True)
 
 
-def _parquet(data: ColumnsDataConfig) -> Callable[..., DataSet]:
+def _parquet(data: ImageTablesConfig) -> Callable[..., DataSet]:
     """Reads the images of Parquet files as `data` says."""
     dense = data.labels == "dense"
-    return partial(image_files.read_parquet, transparency=data.transparency, dense=dense, names_unread=True)
+    return partial(image_files.read_parquet, drawing=drawing_of(data), dense=dense, names_unread=True)
 
 
-def femnist(data: ColumnsDataConfig) -> Source:
+def femnist(data: ImageTablesConfig) -> Source:
     """FEMNIST in the Parquet files of flwrlabs/femnist."""
     get = (
         "download the data set flwrlabs/femnist from Hugging Face and point data.root at it, "
@@ -507,7 +508,7 @@ def image_folder(data: ImagesDataConfig) -> Source:
     )
     parts = [listing for listing in (train, test, validation) if listing is not None]
     raw = image_files.raw_files(roots(data)[0], parts)
-    read = partial(image_files.read_folders, train, test, validation, raw, data.transparency)
+    read = partial(image_files.read_folders, train, test, validation, raw, drawing_of(data))
     return Source((), read, digested=raw, decodes=True)
 
 

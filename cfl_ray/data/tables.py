@@ -40,7 +40,7 @@ from cfl_ray.data.columns import (
     unread_warnings,
 )
 from cfl_ray.data.data_set import DataSet
-from cfl_ray.data.decoding import Decoder
+from cfl_ray.data.decoding import Decoder, drawing_of
 from cfl_ray.data.index_columns import FEWEST, counting_columns, index_columns
 from cfl_ray.data.table_files import FILENAME, CsvFormat, other_kind, read_rows, with_filenames
 from cfl_ray.errors import DataError, did_you_mean
@@ -229,7 +229,7 @@ def read_hf(train: Path, test: Path | None, validation: Path | None, data: HfDis
     class_names: tuple[str, ...] = ()
     if targets == "class" and isinstance(columns.label, str):
         class_names = hf_disk.common_class_names(saved, columns.label)
-    decoder = Decoder(data.transparency, hf_disk.common_mode(saved, columns.image))
+    decoder = Decoder(drawing_of(data), hf_disk.common_mode(saved, columns.image))
     data_set = data_set_of(
         parts,
         (_lists_or_images(part, columns.image, data.vocabulary, decoder) for part in parts),
@@ -361,6 +361,8 @@ def _lists_or_images(part: Named, column: str, vocabulary: int | None, decoder: 
             f"{part[0]}: input column {column!r} must hold images or lists of numbers, it holds {kind}; "
             "set data.columns.image"
         )
+    if (size := decoder.drawing.size) is not None:
+        raise DataError(f"{part[0]}: data.image_size {[*size]}, but input column {column!r} holds numbers, not images")
     name = f"{part[0]}: column {column!r}"
     x = stacked(name, values)
     return numbers(name, x) if vocabulary is None else tokens(name, x, vocabulary)

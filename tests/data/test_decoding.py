@@ -7,8 +7,9 @@ import zlib
 import numpy as np
 import pytest
 from PIL import Image, ImageCms
+from torchvision import transforms
 
-from cfl_ray.data.decoding import Decoder, formats, suffixes
+from cfl_ray.data.decoding import Decoder, Drawing, formats, suffixes
 from cfl_ray.errors import DataError
 
 DRAW = np.random.default_rng(0)
@@ -34,9 +35,9 @@ def png(x, colour_type):
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(lines)) + chunk(b"IEND", b"")
 
 
-def decode(*contents, transparency="white"):
+def decode(*contents, transparency="white", size=None, fit="stretch"):
     """The images, and the decoder."""
-    decoder = Decoder(transparency).first(contents[0], "first")
+    decoder = Decoder(Drawing(transparency, size, fit)).first(contents[0], "first")
     images = ((content, f"image {number}", "") for number, content in enumerate(contents))
     return decoder.all(images, len(contents)), decoder
 
@@ -212,3 +213,63 @@ def test_an_orientation_is_named_and_not_applied():
 def test_what_is_no_image_is_named(content):
     with pytest.raises(DataError, match="first is no image that Pillow .* can read, or damaged: "):
         decode(content)
+
+
+class TestResizing:
+    WIDE, TALL = (DRAW.integers(0, 256, shape, np.uint8) for shape in ((30, 48, 3), (52, 20, 3)))
+
+    def test_whole_images_as_torchvision_resizes_them(self):
+        x, decoder = decode(encoded(self.WIDE), encoded(self.TALL), size=(12, 16))
+        resize = transforms.Compose([transforms.Resize([12, 16]), transforms.PILToTensor()])
+        for one, image in zip(x, (self.WIDE, self.TALL), strict=True):
+            assert np.array_equal(one, resize(Image.fromarray(image)).numpy())
+        note = "d: read 2 images, red, green and blue (8 bits, divided by 255): 2 PNG (RGB)"
+        assert decoder.report("d")[0] == [f"{note}; 2 of 2 sizes, 30x48 to 52x20, resized to 12x16 as a whole"]
+
+    def test_from_the_centre_as_torchvision_resizes_and_crops(self):
+        """Where the other side is a whole number then, and so is the margin."""
+        x, decoder = decode(encoded(self.WIDE), encoded(self.TALL), size=(10, 10), fit="crop")
+        steps = [transforms.Resize(10), transforms.CenterCrop(10), transforms.PILToTensor()]
+        for one, image in zip(x, (self.WIDE, self.TALL), strict=True):
+            assert np.array_equal(one, transforms.Compose(steps)(Image.fromarray(image)).numpy())
+        assert decoder.report("d")[0][0].endswith("resized to 10x10 from their centre")
+
+    def test_images_of_this_size_keep_their_bytes(self):
+        x, decoder = decode(encoded(GREY), encoded(DRAW.integers(0, 256, (9, 9), np.uint8)), size=(4, 5))
+        assert np.array_equal(x[0, 0], GREY) and "1 of 9x9 resized to 4x5 as a whole" in decoder.report("d")[0][0]
+        _, decoder = decode(encoded(GREY), size=(4, 5))
+        assert decoder.report("d")[0][0].endswith("; all of them 4x5, as data.image_size")
+
+    def test_halves_of_16_bits_are_the_mean_of_what_they_cover(self):
+        """A triangle as wide as four pixels: weights 1, 3, 3, 1 inside, and what is left of them at the edges."""
+        deep = np.tile(DEEP[:1], (2, 1))[:, :4]
+        x, _ = decode(encoded(deep), size=(2, 2))
+        left, right = np.array([3, 3, 1]) / 7, np.array([1, 3, 3]) / 7
+        assert x.dtype == np.float32
+        assert np.allclose(x[0, 0, 0], [left @ as_16_bits(deep[0, :3]), right @ as_16_bits(deep[0, 1:])], atol=1e-6)
+
+    def test_hidden_colours_do_not_bleed(self):
+        """Pixels without opacity have no part in a colour."""
+        image = np.zeros((2, 2, 4), np.uint8)
+        image[:, 0], image[:, 1] = [200, 100, 50, 255], [0, 255, 0, 0]
+        x, _ = decode(encoded(image), size=(1, 1), transparency="keep")
+        assert np.abs(x[0, :3, 0, 0].astype(int) - [200, 100, 50]).max() <= 1 and abs(int(x[0, 3, 0, 0]) - 128) <= 1
+        x, _ = decode(encoded(image), size=(1, 1))
+        assert np.abs(x[0, :, 0, 0].astype(int) - [228, 178, 153]).max() <= 2
+
+    def test_palettes_are_resized_as_colours(self):
+        image = Image.fromarray(self.WIDE).quantize(8)
+        expected = decode(encoded(image.convert("RGB")), size=(6, 6))[0]
+        assert np.array_equal(decode(encoded(image), size=(6, 6))[0], expected)
+
+
+def test_images_keep_their_order_in_threads(monkeypatch):
+    """Noise that is too large for one thread; and the first of two damaged images is named."""
+    monkeypatch.setattr("cfl_ray.data.decoding.usable_cpus", lambda: 4)
+    images = [DRAW.integers(0, 256, (40, 50, 3), np.uint8) for _ in range(150)]
+    contents = [encoded(image) for image in images]
+    x, decoder = decode(*contents)
+    assert np.array_equal(x, np.stack(images).transpose(0, 3, 1, 2)) and decoder.seen == {("PNG", "RGB"): 150}
+    contents[149] = contents[101] = contents[0][:3000]
+    with pytest.raises(DataError, match="image 101 is no image"):
+        decode(*contents)

@@ -351,11 +351,23 @@ class TestImageFolder:
         with pytest.raises(DataError, match=r"names no client for cat/0.png \(1 of 6 images\)"):
             self.read(folder, train_files="train")
 
+    def test_images_of_any_size(self, folder):
+        """Of training and test images; the size of the shards is in `describe`, which reads a few of them."""
+        Image.new("RGB", (9, 30), (50, 60, 70)).save(folder / "train" / "dog" / "9.png")
+        Image.new("L", (40, 30), 90).save(folder / "test" / "cat" / "1.jpg")
+        data = {"train_files": "train", "test_files": "test", "image_size": [8, 6], "image_fit": "crop"}
+        images = self.read(folder, **data)
+        assert images.shape == (3, 8, 6) and len(images.test_y) == 3
+        assert (images.train_x[6, :, 0, 0].tolist(), images.test_x[1, :, 7, 5].tolist()) == ([50, 60, 70], [90] * 3)
+        assert "10 of 3 sizes, 4x5 to 30x40, resized to 8x6 from their centre" in " ".join(images.warnings)
+        section = SOURCE_KINDS.of(source="image_folder", root=str(folder), partition={"clients": 2}, **data)
+        assert describe(section, 0).shape.input == (3, 8, 6)
+
     def test_errors_name_the_file(self, folder):
         with pytest.raises(DataError, match="there is no folder .*/absent"):
             self.read(folder, train_files="absent")
         Image.new("RGB", (9, 9)).save(folder / "train" / "dog" / "9.png")
-        with pytest.raises(DataError, match="9.png is 9x9, the first image is 4x5; resize all"):
+        with pytest.raises(DataError, match="9.png is 9x9, the first image is 4x5; set data.image_size"):
             self.read(folder, train_files="train")
         (folder / "train" / "dog" / "9.png").write_text("no image")
         with pytest.raises(DataError, match="9.png is no image that Pillow .* can read, or damaged: its content"):
@@ -559,9 +571,9 @@ class TestDenseLabels:
     def test_recipes_of_earlier_versions_stay(self, tmp_path):
         """The new keys are in a recipe only if they are set, so that shards are found again."""
         data = SOURCE_KINDS.of(source="images", root=str(tmp_path))
-        assert not {"labels", "transparency"} & data.to_recipe().keys()
-        changed = data.model_copy(update={"labels": "dense", "transparency": "keep"})
-        assert changed.to_recipe() == data.to_recipe() | {"labels": "dense", "transparency": "keep"}
+        later = {"labels": "dense", "transparency": "keep", "image_size": [8, 9], "image_fit": "crop"}
+        assert not later.keys() & data.to_recipe().keys()
+        assert data.model_copy(update=later).to_recipe() == data.to_recipe() | later
 
 
 class TestHfDisk:
@@ -595,6 +607,10 @@ class TestHfDisk:
         self.save(tmp_path / "b", image=[image, image], label=["no", "yes"])
         images = self.read(tmp_path / "b")
         assert images.shape == (1, 2, 3) and (images.train_x == 9).all() and images.train_y.tolist() == [0, 1]
+        images = self.read(tmp_path / "b", image_size=[4, 4])
+        assert images.shape == (1, 4, 4) and (images.train_x == 9).all()
+        with pytest.raises(DataError, match=r"data.image_size \[4, 4\], but input column 'x' holds numbers"):
+            self.read(tmp_path / "a", "x", image_size=[4, 4])
 
     def test_errors(self, tmp_path):
         self.save(tmp_path / "a", x=[[1.5, 2.0], [0.0]], label=[0, 1])
