@@ -21,6 +21,7 @@ from cfl_ray.config.section import as_yaml
 from cfl_ray.config.shift import SHIFT_KINDS
 from cfl_ray.config.tracking import TRACKERS
 from cfl_ray.core.aggregation.rules import AGGREGATION
+from cfl_ray.core.augmentation import AUGMENTATIONS
 from cfl_ray.core.method import RUN_OPTIONS, Method
 from cfl_ray.core.metrics import METRICS, Metric
 from cfl_ray.core.optimizers import OPTIMIZERS
@@ -153,6 +154,13 @@ KINDS: Mapping[str, PartKind] = {
         "local: {schedule: my.py:f}",
         "extend/optimizer",
         given=("t", "total"),
+    ),
+    "augmentations": PartKind(
+        AUGMENTATIONS,
+        "a function f(x, draw, black) of the training inputs of a client",
+        "local: {augment: [crop, my.py:f]}",
+        "extend/augmentation",
+        given=("x", "draw", "black"),
     ),
     "server_optimizers": PartKind(
         SERVER_OPTIMIZERS,

@@ -54,6 +54,12 @@ class LocalConfig(ConfigSection):
         description="largest norm of the gradient of a step, with proximal terms, before weight decay; larger "
         "gradients are scaled down to it. null: no limit",
     )
+    augment: list[Any] = Field(
+        [],
+        description="random changes of the training samples, anew in every epoch, one after another: crop (out of the "
+        "image with a black frame, {crop: {padding: 4}}) | flip (left and right) | path/to/file.py:function of (x, "
+        "draw, black)",
+    )
 
     @field_validator("drop_last", mode="before")
     @classmethod

@@ -7,6 +7,7 @@ from typing import Literal
 
 import numpy as np
 
+from cfl_ray.core.augmentation import Augmentation
 from cfl_ray.core.optimizers import LocalOptimizer
 from cfl_ray.core.schedules import RateSchedule
 
@@ -38,6 +39,7 @@ class LocalSGD:
     # True: the samples of an epoch that fill no batch are left out; "single": a last batch of one sample is
     drop_last: bool | Literal["single"] = False
     examples: ExampleNoise | None = None  # privacy of single samples; None: none
+    augment: tuple[Augmentation, ...] = ()  # changes of the samples in each epoch, one after another
 
     @property
     def clips(self) -> bool:

@@ -95,7 +95,7 @@ def why_not(network: Network, tasks: Sequence[TrainingTask]) -> str | None:
         batch = task.local.batch_size
         if batch is None:
             return "a batch has all samples of a client, and so another size for each client"
-        if 2 * len(task.y) < batch:
+        if 2 * task.size < batch:
             return f"a client has fewer samples than half of a batch of {batch}"  # one note, whatever the sizes
         for recorded in recordings_of(network, task):
             if isinstance(recorded, str):

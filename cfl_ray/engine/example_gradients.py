@@ -28,7 +28,7 @@ class ExampleGradient(LocalGradient):
         self.settings, address = task.local.examples, task.address
         self.draw = secret_stream(self.settings.secret, address.round, address.exchange, task.client, "examples")
         self.frozen_BC, self.x, self.y = frozen_BC, network.input(task.x), task.y.to(network.device)
-        self.expected = float(task.local.batch_of(len(task.y)))
+        self.expected = float(task.local.batch_of(task.size))
         self.names = list(network.spec.tensors(network.row()))[: network.spec.num_params]
         self.at_once = max(_FLOATS // max(network.spec.trained, 1), 1)
         in_dims = (None, 0, 0, 0, None if frozen_BC is None else 0)

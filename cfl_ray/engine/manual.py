@@ -46,7 +46,7 @@ def why_not(network: Network, tasks: Sequence[TrainingTask]) -> str | None:
     if reason := lacking(tasks, _DOES):
         return reason
     for task in tasks:
-        if min(int(task.local.batch_of(len(task.y), task.batches_per_step)), len(task.y)) > _MAX_BATCH:
+        if int(task.local.batch_of(task.size, task.batches_per_step)) > _MAX_BATCH:
             return f"a batch has more than {_MAX_BATCH} samples"
     if reason := why_no_passes(network):
         return reason

@@ -5,11 +5,13 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from cfl_ray.core.work import TEST, Exclusion, Rows, Work
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine.attack import Attack
+from cfl_ray.engine.augmented import augmented
 from cfl_ray.engine.engine import Engine, NotTrained
 from cfl_ray.engine.engines import ENGINES, SEQUENTIAL
 from cfl_ray.engine.failure import naming_client
@@ -44,11 +46,16 @@ class Trainer:
     engine: str
     configured: bool = False  # the user named the engine
     last_batch: int = 0  # of `EngineChoice`
+    black: Tensor = field(default_factory=lambda: torch.zeros(()))  # of the clients' inputs, for `augmented`
     fallbacks: set[str] = field(default_factory=set)  # reasons why clients were trained sequentially, each a line
 
     def __call__(self, task: TrainingTask) -> TrainingResult:
         """Trains one client. Raises DeviceMemoryError if the memory of the device is too small for it."""
-        return train_alone(self.network.memory, task, self._train)
+        return train_alone(self.network.memory, self.augmented(task), self._train)
+
+    def augmented(self, task: TrainingTask) -> TrainingTask:
+        """The task on the augmented samples of the client."""
+        return augmented(task, self.black)
 
     def fall_back(self, reason: str) -> None:
         """Records why clients are trained sequentially."""

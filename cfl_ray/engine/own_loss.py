@@ -33,7 +33,7 @@ class OwnLoss:
         self.gradient, self.program, self.held = gradient, gradient.task.program, gradient.held
         self.trains_features = trains_features
         network, task = gradient.network, gradient.task
-        used = task.steps * task.batches_per_step * int(task.local.batch_of(len(task.y), task.batches_per_step))
+        used = task.steps * task.batches_per_step * int(task.local.batch_of(task.size, task.batches_per_step))
         # a sample has the same values in other batches
         self.keeps = used >= len(task.y) and not network.random_forward and not network.batch_statistics
         self.passes: dict[str, tuple[Tensor, Tensor]] = {}  # features and outputs of all samples, by held model

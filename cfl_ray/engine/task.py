@@ -70,6 +70,7 @@ class TrainingTask:
     address: Address
     program: ClientProgram = ClientProgram()
     held: HeldByClient = HeldByClient()
+    copies: int = 1  # copies of the client's samples in x and y, one after another, for one local epoch each
     only_summed: bool = False  # whether the result is only summed; its row may then stay on the device
     last_batch: int = 0  # samples of the batches of a second program of `compiled` (`EngineChoice.last_batch`)
 
@@ -77,6 +78,16 @@ class TrainingTask:
     def batches_per_step(self) -> int:
         """Number of batches of one step."""
         return self.program.batches_per_step
+
+    @property
+    def size(self) -> int:
+        """n, number of samples of the client."""
+        return len(self.y) // self.copies
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Number of batches of one local epoch."""
+        return int(self.local.batches_of(self.size, self.batches_per_step))
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -93,8 +104,7 @@ class TrainingTask:
     @property
     def tail(self) -> int:
         """Number of steps of one local epoch, at most all; the train loss is the mean over this many last steps."""
-        per_epoch = int(self.local.batches_of(len(self.y), self.batches_per_step))
-        return min(self.steps, max(per_epoch // self.batches_per_step, 1))
+        return min(self.steps, max(self.batches_per_epoch // self.batches_per_step, 1))
 
     def batches(self) -> Iterator[np.ndarray | None]:
         """Sample indices of the batches, `batches_per_step` of them per step; None stands for all samples."""
@@ -103,7 +113,15 @@ class TrainingTask:
             draw = stream(at.seed, at.round, at.exchange, self.client, "batches")
         else:
             draw = secret_stream(examples.secret, at.round, at.exchange, self.client, "batches")
-        return self.local.batches(len(self.y), self.steps * self.batches_per_step, draw, self.batches_per_step)
+        count = self.steps * self.batches_per_step
+        batches = self.local.batches(self.size, count, draw, self.batches_per_step)
+        return batches if self.copies == 1 else self._of_copies(batches)
+
+    def _of_copies(self, batches: Iterator[np.ndarray | None]) -> Iterator[np.ndarray]:
+        """The same batches, each from the copy of its epoch."""
+        for number, batch in enumerate(batches):
+            first = number // self.batches_per_epoch * self.size
+            yield np.arange(first, first + self.size) if batch is None else batch + first
 
     def batches_on(self, device: torch.device) -> Iterator[BatchIndex]:
         """The indices of `batches`; for a device other than the CPU, as tensors on it, copied in one transfer."""

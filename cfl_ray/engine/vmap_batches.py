@@ -41,7 +41,7 @@ def train_alone(memory: DeviceMemory, task: TrainingTask, train: Callable[[Train
     except torch.OutOfMemoryError as error:
         raise DeviceMemoryError(
             f"client {task.client} does not fit into the memory of {memory.device}: training this one client, with "
-            f"{counted(len(task.y), 'sample')} and a model of {task.start_P.nbytes / 2**20:.1f} MiB, needs more than "
+            f"{counted(task.size, 'sample')} and a model of {task.start_P.nbytes / 2**20:.1f} MiB, needs more than "
             f"the {memory.peak() / 2**20:.1f} MiB that it had reached, and {free / 2**20:.1f} MiB were free for this "
             f"process ({first_line(error)}). Use smaller batches (local.batch_size), a smaller model, fewer "
             "hosts on the GPU (runtime.gpus_per_host), or runtime.device: cpu"
@@ -52,7 +52,7 @@ def kind_of(tasks: Sequence[TrainingTask]) -> Hashable:
     """Key of the memory that a client of `tasks` needs, with its samples rounded up to a power of two."""
     first = tasks[0]
     samples = max(len(task.y) for task in tasks)
-    batch = max(int(first.local.batch_of(len(task.y), first.batches_per_step)) for task in tasks)
+    batch = max(int(first.local.batch_of(task.size, first.batches_per_step)) for task in tasks)
     local = first.local
     moments = (bool(local.momentum), local.optimizer is not None)
     held = first.held

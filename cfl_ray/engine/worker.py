@@ -26,6 +26,7 @@ from cfl_ray.data.federation import Federation
 from cfl_ray.data.replay import ReplayedFederation
 from cfl_ray.engine import describing, evaluating, sample_weights, training
 from cfl_ray.engine.attack import Attack
+from cfl_ray.engine.augmented import black_of
 from cfl_ray.engine.engines import mixes_chunks
 from cfl_ray.engine.open_chunk import Arrays, KeptByClients, OpenChunk, Stored, Trainer
 from cfl_ray.engine.reduce import HostSums, combine_columns
@@ -55,6 +56,7 @@ class Worker:
 
     def __post_init__(self) -> None:
         self.samples, self._sampled = SampleCache(self.network.memory), self.federation
+        self._black = black_of(self.federation)
 
     def run_all(
         self, inputs: Iterable[ChunkInput], row: RowLookup, sums: HostSums
@@ -82,7 +84,7 @@ class Worker:
 
     def _open(self, work: Work, row: RowLookup, device_row: DeviceRows, stored: Stored) -> OpenChunk[Any]:
         data = self.federation.at(work.address.round)
-        train_one = Trainer(self.network, self.engine, self.configured, last_batch=self.last_batch)
+        train_one = Trainer(self.network, self.engine, self.configured, self.last_batch, self._black)
         if work.replay is not None:
             rounds_of = dict(zip(work.ids_M.tolist(), work.replay.rounds_M, strict=True))
             data = ReplayedFederation(self.federation, work.address.round, rounds_of)
@@ -100,7 +102,7 @@ class Worker:
 
     def train_one(self, task: TrainingTask) -> TrainingResult:
         """Trains one client. Raises DeviceMemoryError if the memory of the device is too small for it."""
-        return Trainer(self.network, self.engine)(task)
+        return Trainer(self.network, self.engine, black=self._black)(task)
 
 
 def _arrays(chunk: OpenChunk[Any], sums: HostSums, together: training.TrainedTogether | None) -> Arrays:

@@ -15,6 +15,7 @@ from cfl_ray.config import check_buffer
 from cfl_ray.config.client_ids import clients_in_words
 from cfl_ray.core.aggregation.apply import try_rule
 from cfl_ray.core.aggregation.rules import RULES, AggregationRule, Mean
+from cfl_ray.core.augmentation import try_augmentations
 from cfl_ray.core.checked_method import CheckedMethod
 from cfl_ray.core.diagnostics import MOST_VALUES
 from cfl_ray.core.method import Method
@@ -99,6 +100,8 @@ def try_plugins(setup: Setup) -> None:
     """Raises ConfigError for a plugin that fails when it is called."""
     shape, num_clients = setup.federation.shape, setup.federation.num_clients
     try_metrics(setup.task, shape)
+    for local in (setup.local, *setup.own_local.values()):
+        try_augmentations(local.augment, shape.input, shape.dtype)
     for method in setup.methods.values():
         try_aggregation(method.aggregation_rule, setup.division.cohort)
     try_attack(setup.attack_kind, setup.recipe, shape)

@@ -12,6 +12,7 @@ from cfl_ray.config.attack import ATTACK_KINDS, PluginAttackConfig
 from cfl_ray.config.clock import RunningClockConfig
 from cfl_ray.config.data import ValidationConfig
 from cfl_ray.config.schedule import check_schedule
+from cfl_ray.core.augmentation import resolve_augmentations
 from cfl_ray.core.local_sgd import ExampleNoise, LocalSGD
 from cfl_ray.core.method import Method
 from cfl_ray.core.optimizers import resolve_optimizer
@@ -169,12 +170,13 @@ def shards_folder(experiment: Experiment) -> str:
 
 def local_sgd(settings: LocalConfig) -> LocalSGD:
     """The local training of these settings. Raises ConfigError for an optimiser or a schedule that cannot be used."""
-    keys = settings.model_dump(exclude={"optimizer", "optimizer_options", "schedule", "step_schedule"})
+    keys = settings.model_dump(exclude={"optimizer", "optimizer_options", "schedule", "step_schedule", "augment"})
     return LocalSGD(
         **keys,
         optimizer=resolve_optimizer(settings.optimizer, settings.optimizer_options),
         schedule=resolve_schedule("local.schedule", settings.schedule),
         step_schedule=resolve_schedule("local.step_schedule", settings.step_schedule),
+        augment=resolve_augmentations(settings.augment),
     )
 
 

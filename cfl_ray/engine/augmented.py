@@ -1,0 +1,45 @@
+"""Augmented samples of a client: a copy of them for every local epoch, so that all engines train on the same ones."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from cfl_ray.core.global_generators import seeded_for
+from cfl_ray.core.rng import stream
+from cfl_ray.data.federation import Federation
+from cfl_ray.engine.failure import naming_client
+from cfl_ray.engine.task import TrainingTask
+
+
+def augmented(task: TrainingTask, black: Tensor) -> TrainingTask:
+    """The task on the augmented samples of its client; the same task if there are no augmentations.
+
+    black: of `black_of`.
+    """
+    local, at = task.local, task.address
+    if not local.augment:
+        return task
+    copies = -(-task.steps * task.batches_per_step // task.batches_per_epoch)
+    draw, inputs = stream(at.seed, at.round, at.exchange, task.client, "augment"), list[Tensor]()
+    with naming_client(task.client, "augmenting its samples"):
+        for copy in range(copies):
+            x = task.x
+            for number, change in enumerate(local.augment):
+                with seeded_for(change.function, at, task.client, f"augment/{copy}/{number}"):
+                    x = change(x, draw, black)
+            inputs.append(x)
+    held, weight_n = task.held, task.held.weight_n
+    if weight_n is not None:
+        held = replace(held, weight_n=weight_n.repeat(copies))
+    return replace(task, x=torch.cat(inputs), y=torch.cat([task.y] * copies), held=held, copies=copies)
+
+
+def black_of(data: Federation) -> Tensor:
+    """The value of black in each channel (C, 1, 1); () if the inputs are not images."""
+    if len(data.shape.input) != 3:
+        return torch.zeros(())
+    if data.normalize is None:
+        return torch.zeros(data.shape.input[0], 1, 1)
+    mean, deviation = (torch.tensor(part, dtype=torch.float32) for part in data.normalize)
+    return (-mean / deviation).expand(data.shape.input[0])[:, None, None]
