@@ -14,7 +14,7 @@ from cfl_ray.errors import ConfigError, RunError
 from cfl_ray.plugins.calling import call_plugin, check_options, described, parse_choice, place_of
 from cfl_ray.plugins.registry import Registry
 
-# (x, draw, black, **options) -> changed x. x: (n, *input), a client's samples as its model gets them, not changed in
+# (x, draw, black, **options) -> changed x. x: (b, *input), samples of a client as its model gets them, not changed in
 # place. black: float32 (C, 1, 1), or () if inputs are not images: what 0 became by data.normalize.
 AugmentFunction = Callable[..., Tensor]
 
@@ -40,20 +40,17 @@ def crop(x: Tensor, draw: np.random.Generator, black: Tensor, padding: int = 4, 
     else:
         framed = black.to(x).expand(count, channels, height + 2 * padding, width + 2 * padding).clone()
         framed[:, :, padding:-padding, padding:-padding] = x
-    corner_n2 = draw.integers(0, 2 * padding + 1, (count, 2))
-    row_nH, column_nW = (
-        torch.from_numpy(corner_n2[:, [axis]] + np.arange(length)).to(x.device)
-        for axis, length in enumerate((height, width))
-    )
-    rows = framed.gather(2, row_nH[:, None, :, None].expand(-1, channels, -1, framed.shape[3]))
-    return rows.gather(3, column_nW[:, None, None, :].expand(-1, channels, height, -1))
+    row_n, column_n = torch.from_numpy(draw.integers(0, 2 * padding + 1, (2, count))).to(x.device)
+    parts = framed.unfold(2, height, 1).unfold(3, width, 1)  # a view (n, C, rows, columns, H, W) of all parts
+    return parts[torch.arange(count, device=x.device), :, row_n, column_n]
 
 
 def flip(x: Tensor, draw: np.random.Generator, black: Tensor) -> Tensor:
     """Left and right of an image exchanged, with probability 1/2."""
     _check_images("flip", x)
-    is_flipped_n = torch.from_numpy(draw.random(len(x)) < 0.5).to(x.device)
-    return torch.where(is_flipped_n[:, None, None, None], x.flip(3), x)
+    flipped, at = x.clone(), torch.from_numpy(np.flatnonzero(draw.random(len(x)) < 0.5)).to(x.device)
+    flipped[at] = x[at].flip(3)
+    return flipped
 
 
 def _check_images(name: str, x: Tensor) -> None:

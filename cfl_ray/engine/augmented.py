@@ -11,6 +11,8 @@ from cfl_ray.data.federation import Federation
 from cfl_ray.engine.failure import naming_client
 from cfl_ray.engine.task import TrainingTask
 
+_BLOCK = 256  # samples that are changed at once, so that they stay in the cache between changes
+
 
 def augmented(task: TrainingTask, black: Tensor) -> TrainingTask:
     """The task on the augmented samples of its client; the same task if there are no augmentations.
@@ -21,18 +23,19 @@ def augmented(task: TrainingTask, black: Tensor) -> TrainingTask:
     if not local.augment:
         return task
     copies = -(-task.steps * task.batches_per_step // task.batches_per_epoch)
-    draw, inputs = stream(at.seed, at.round, at.exchange, task.client, "augment"), list[Tensor]()
+    draw = stream(at.seed, at.round, at.exchange, task.client, "augment")
+    inputs = task.x.new_empty(copies, *task.x.shape)
     with naming_client(task.client, "augmenting its samples"):
-        for copy in range(copies):
-            x = task.x
+        for copy, first in ((copy, first) for copy in range(copies) for first in range(0, task.size, _BLOCK)):
+            x = task.x[first : first + _BLOCK]
             for number, change in enumerate(local.augment):
-                with seeded_for(change.function, at, task.client, f"augment/{copy}/{number}"):
+                with seeded_for(change.function, at, task.client, f"augment/{copy}/{first}/{number}"):
                     x = change(x, draw, black)
-            inputs.append(x)
+            inputs[copy, first : first + _BLOCK] = x
     held, weight_n = task.held, task.held.weight_n
     if weight_n is not None:
         held = replace(held, weight_n=weight_n.repeat(copies))
-    return replace(task, x=torch.cat(inputs), y=torch.cat([task.y] * copies), held=held, copies=copies)
+    return replace(task, x=inputs.flatten(0, 1), y=torch.cat([task.y] * copies), held=held, copies=copies)
 
 
 def black_of(data: Federation) -> Tensor:
