@@ -1,6 +1,7 @@
 """Estimate of what an experiment or a study needs, before it runs, and its output: sizes, memory and traffic."""
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -75,8 +76,11 @@ class Estimate:
         own = bytes_of_participants(self.setup, label, self.network.spec)
         return _PROCESS_BYTES + models + own + pairs + (_CLIENT_BYTES + weights) * self.federation.clients
 
-    def host_bytes(self, traffic: TrafficEstimate) -> float:
-        return _PROCESS_BYTES + (traffic.models * 3 + 6) * self.model_bytes
+    def host_bytes(self, label: str, traffic: TrafficEstimate) -> float:
+        local, most = self.setup.local_of(label), self.federation.samples[2]
+        trained = int(local.steps_of(np.array([most]))[0] * local.batch_of(most)) if local.augment else 0
+        samples = trained * 4 * math.prod(self.federation.shape.input)  # augmented, of one client
+        return _PROCESS_BYTES + (traffic.models * 3 + 6) * self.model_bytes + samples
 
     @property
     def warnings(self) -> list[str]:
@@ -389,7 +393,7 @@ def _cells(estimate: Estimate, label: str) -> list[str]:
         f"{later_down:.3f}, {later_up:.3f}",
         f"{sent.total(estimate.setup.experiment.rounds):.1f}",
         f"{estimate.server_bytes(label, sent) / 1e6:.0f}",
-        f"{estimate.host_bytes(sent) / 1e6:.0f}",
+        f"{estimate.host_bytes(label, sent) / 1e6:.0f}",
         decimal(4 * sum(sent.kept.values())) if sent.kept else "-",
     ]
 

@@ -169,6 +169,16 @@ def test_what_a_client_keeps_is_shown_in_bytes(tmp_path):
     assert kept["fedavg"].kept == {} and kept["own"].kept == {"momentum": size}
 
 
+def test_the_copies_of_augmented_samples_count_for_a_host(tmp_path):
+    """Three epochs of 50 samples of 2 x 6 x 5 float32."""
+    data = {"source": "synthetic", "synthetic_shape": [2, 6, 5], "synthetic_samples": 50, "partition": {"clients": 4}}
+    own = {"fedavg": {"label": "augmented", "local": {"augment": ["flip"]}}}
+    local = {"epochs": 3, "batch_size": 10}
+    found = estimate.estimate(cfl_ray.Experiment(methods=["fedavg", own], data=data, local=local, output=str(tmp_path)))
+    plain, augmented = (found.host_bytes(label, found.traffic[label]) for label in ("fedavg", "augmented"))
+    assert augmented - plain == 3 * 50 * 60 * 4
+
+
 def test_the_memory_of_pairs_of_clients_is_shown_and_counted(tmp_path):
     """20 x 400^2 bytes of PACFL, which reaches all 400; one of 400 clients with IFCA costs a few bytes."""
     experiment = cfl_ray.Experiment(
