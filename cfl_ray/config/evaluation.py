@@ -60,7 +60,8 @@ class EvaluationConfig(ConfigSection):
     )
     metrics: list[Any] = Field(
         [],
-        description="further metrics of each client: accuracy | macro_f1 | micro_f1 | subset_accuracy | ece | mse | "
+        description="further metrics of each client: accuracy | macro_f1 | micro_f1 | balanced_accuracy | roc_auc | "
+        "subset_accuracy | ece | mse | "
         "mae | r2 | token_accuracy | perplexity | path/to/file.py:function of the outputs (n, C) and the targets (n,) "
         "that returns a number",
     )

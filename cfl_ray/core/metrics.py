@@ -78,6 +78,33 @@ def micro_f1(outputs: Tensor, targets: Tensor) -> float:
     return float(2 * hit_C.sum() / total) if total else float("nan")
 
 
+def balanced_accuracy(outputs: Tensor, targets: Tensor) -> float:
+    """Mean over the classes that occur of the share of their samples whose class is predicted."""
+    hit_C, true_C, _ = _counts(outputs, targets)
+    occurs = true_C > 0
+    return float((hit_C[occurs] / true_C[occurs]).mean())
+
+
+def roc_auc(outputs: Tensor, targets: Tensor) -> float:
+    """Area under the ROC curve of each class (or label) against the others, mean over those with samples of both kinds.
+
+    The area is the share of pairs of a sample of the class and another one in which the former has the higher
+    probability; equal ones count half (Hanley and McNeil 1982). NaN without any such pair.
+    """
+    if targets.is_floating_point():
+        score_nC, is_true_nC = outputs.double().numpy(), (targets > 0.5).numpy()
+    else:
+        score_nC = outputs.double().log_softmax(1).numpy()
+        is_true_nC = targets.numpy()[:, None] == np.arange(outputs.shape[1])
+    areas = []
+    for score_n, is_true_n in zip(score_nC.T, is_true_nC.T, strict=True):
+        others, own = np.sort(score_n[~is_true_n]), score_n[is_true_n]
+        if len(others) and len(own):
+            below_n, not_above_n = (np.searchsorted(others, own, side) for side in ("left", "right"))
+            areas.append((below_n + not_above_n).mean() / (2 * len(others)))
+    return float(np.mean(areas)) if areas else float("nan")
+
+
 def subset_accuracy(outputs: Tensor, targets: Tensor) -> float:
     """Share of the samples with every label right; a label is predicted if its output is above 0."""
     return ((outputs > 0) == (targets > 0.5)).all(1).double().mean().item()
@@ -139,6 +166,23 @@ _BUILTIN = (
     ),
     Metric(
         "micro_f1", micro_f1, True, "F1 score of all labels together", ("class", "binary"), title="Micro F1", unit="%"
+    ),
+    Metric(
+        "balanced_accuracy",
+        balanced_accuracy,
+        True,
+        "mean over the classes that occur of the share of their samples that is predicted",
+        ("class",),
+        title="Balanced accuracy",
+        unit="%",
+    ),
+    Metric(
+        "roc_auc",
+        roc_auc,
+        True,
+        "area under the ROC curve, mean over the classes or labels",
+        ("class", "binary"),
+        title="ROC AUC",
     ),
     Metric(
         "subset_accuracy", subset_accuracy, True, "share of the samples with every label right", ("binary",), unit="%"

@@ -23,12 +23,30 @@ def test_of_classes():
     for average in ("macro", "micro"):
         expected = sklearn_metrics.f1_score(y, predicted, average=average)
         assert value(f"{average}_f1", outputs, y) == pytest.approx(expected, abs=1e-12)
+    assert value("balanced_accuracy", outputs, y) == pytest.approx(
+        sklearn_metrics.balanced_accuracy_score(y, predicted)
+    )
+
+
+def test_area_under_the_curve_of_classes():
+    """The fifth class has no sample. Of the second outputs, many are equal."""
+    draw = torch.Generator().manual_seed(1)
+    outputs, y = torch.randn(60, 5, generator=draw), torch.randint(4, (60,), generator=draw)
+    for of in (outputs, outputs[torch.randint(8, (60,), generator=draw)]):
+        p = of.double().softmax(1)
+        expected = [sklearn_metrics.roc_auc_score(y == c, p[:, c]) for c in range(4)]
+        assert value("roc_auc", of, y) == pytest.approx(sum(expected) / 4)
+    two = torch.randn(30, 2, generator=draw)
+    y = torch.arange(30) % 2
+    assert value("roc_auc", two, y) == pytest.approx(sklearn_metrics.roc_auc_score(y, two.softmax(1)[:, 1]))
+    assert math.isnan(value("roc_auc", two, torch.ones(30, dtype=torch.int64)))
 
 
 def test_of_labels():
     outputs, y = torch.randn(40, 3, generator=DRAW), torch.randint(2, (40, 3), generator=DRAW).float()
     predicted = outputs > 0
     assert value("subset_accuracy", outputs, y) == pytest.approx(sklearn_metrics.accuracy_score(y, predicted))
+    assert value("roc_auc", outputs, y) == pytest.approx(sklearn_metrics.roc_auc_score(y, outputs))
     for average in ("macro", "micro"):
         expected = sklearn_metrics.f1_score(y, predicted, average=average)
         assert value(f"{average}_f1", outputs, y) == pytest.approx(expected, abs=1e-12)
