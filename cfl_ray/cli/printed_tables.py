@@ -98,8 +98,8 @@ def comparison(results: "Results") -> Table:
     """Returns a table with a row of metrics per evaluated method."""
     score = score_of(results)
     evaluated = {label: result for label, result in results.methods.items() if result.final}
-    asked = dict.fromkeys(name for of in evaluated.values() for name in further_of(of.final))
-    shown = {score: score, f"{score}_local": "P-local", **{name: name.replace("_", "\n") for name in asked}, **_CLUSTERS}
+    asked = {name: name.replace("_", "\n") for of in evaluated.values() for name in further_of(of.final)}
+    shown = {score: score, f"{score}_local": "P-local", **asked, **_CLUSTERS}
     others = {
         "reported": "reported",
         validation_metric(score): "validation",
