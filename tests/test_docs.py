@@ -180,6 +180,16 @@ def test_the_app_of_the_page_on_flower_runs():
     assert len(mapped) > 7
 
 
+def test_areas_under_the_curve_are_those_of_the_page_on_other_libraries():
+    page = (ROOT / "docs" / "coming_from.md").read_text()
+    for name, content in files_of(page).items():
+        Path(name).write_text(content)
+    result = simulate(config.load("auc.yaml", ["tracking.enabled=false"]))
+    for label, name in (("fedavg", "FedAvg"), ("local", "Local")):
+        cells = [f"{result[label].final[metric]:.3f}" for metric in ("accuracy", "roc_auc", "pfllib_auc")]
+        assert f"| {name} | {' | '.join(cells)} |" in page
+
+
 def test_clients_of_pfllib_are_those_of_its_files():
     """Client 10 follows client 9; each has the first part of its training and of its test samples."""
     for name, content in files_of((ROOT / "docs" / "coming_from.md").read_text()).items():
