@@ -174,7 +174,7 @@ class DataConfig(ConfigSection):
             return "holdout"
         if isinstance(part, ClassesConfig):
             return "label"
-        return "label" if part.sizes or part.cut else "cluster"
+        return "label" if part.has_unequal_sizes or part.cut else "cluster"
 
     def of_source(self, name: str) -> "DataConfig":
         """The section of another source, with the keys that both have."""
@@ -201,9 +201,14 @@ class DataConfig(ConfigSection):
         """The values that decide the content of shards, with paths as they were written."""
         excluded = {*NOT_IN_RECIPE, *self.later_defaults, "validation"}  # a share is drawn from shards as they are
         values = self.model_dump(mode="json", exclude=excluded, exclude_defaults=exclude_defaults, by_alias=True)
-        later = (("test", "order", TestDataConfig), ("columns", "time", ColumnsConfig))  # as `_LATER`, of sections
+        later = (
+            ("test", "order", TestDataConfig),
+            ("columns", "time", ColumnsConfig),
+            ("partition", "share_alpha", IidConfig),
+        )  # as `_LATER`, of sections
         for section, key, kind in later:
-            if section in values and values[section].get(key) == kind.model_fields[key].default:
+            has_key = section in values and isinstance(getattr(self, section), kind)
+            if has_key and values[section].get(key) == kind.model_fields[key].default:
                 values[section].pop(key, None)
         recipe: dict[str, Any] = with_replaced(values, self._written)
         return recipe | ({"validation": "own"} if self.validation and self.has_validation_part else {})
@@ -274,6 +279,7 @@ class DataConfig(ConfigSection):
             division = {
                 "partition.groups": part.true_groups,
                 "partition.sizes": part.sizes if isinstance(part, IidConfig) else None,
+                "partition.share_alpha": part.share_alpha if isinstance(part, IidConfig) else None,
                 "partition.cut": part.cut,
                 "test.pool": pool,
             }

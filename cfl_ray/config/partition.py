@@ -48,8 +48,8 @@ class PartitionConfig(ConfigSection):
     min_samples: int = Field(
         1,
         ge=1,
-        description="fewest samples that the division gives to a client, held-out ones included; dirichlet draws again "
-        "until all have them, writer excludes smaller clients",
+        description="fewest samples that the division gives to a client, held-out ones included; random shares are "
+        "drawn again until all have them, writer excludes smaller clients",
     )
 
     @property
@@ -59,16 +59,30 @@ class PartitionConfig(ConfigSection):
 
 
 class IidConfig(PartitionConfig):
-    """Kind iid: random samples, in equal or given sizes."""
+    """Kind iid: random samples, in equal, given or random sizes."""
 
     sizes: list[Annotated[int, Field(ge=1)]] | None = Field(
         None,
         description="number of samples of each client in order, held-out ones included; the rest goes unused. "
         "null: equal sizes",
     )
+    share_alpha: Alpha | None = Field(
+        None,
+        description="concentration of the Dirichlet distribution of all samples over the clients, so that clients have "
+        "random sizes (quantity skew); each has at least one sample. null: sizes",
+    )
+
+    @property
+    def has_unequal_sizes(self) -> bool:
+        """Whether the division itself makes clients of unequal sizes."""
+        return self.sizes is not None or self.share_alpha is not None
 
     @model_validator(mode="after")
     def _check_sizes(self) -> Self:
+        if self.sizes is not None and self.share_alpha is not None:
+            raise ValueError(
+                f"sizes and share_alpha ({self.share_alpha:g}) both say how large clients are; leave out one"
+            )
         if self.sizes is not None and len(self.sizes) != self.clients:
             raise ValueError(
                 f"sizes has {len(self.sizes)} entries, clients is {self.clients}; give every client its size"
@@ -140,7 +154,7 @@ class PluginPartitionConfig(PluginConfig, PartitionConfig):
 PARTITION_KINDS = Kinds[PartitionConfig](
     "partition",
     {
-        "iid": BuiltinKind("at random, in equal or given sizes", IidConfig, "data.partition:iid"),
+        "iid": BuiltinKind("at random, in equal, given or random sizes", IidConfig, "data.partition:iid"),
         "dirichlet": BuiltinKind("label skew", DirichletConfig, "data.partition:dirichlet"),
         "classes": BuiltinKind("n classes per client", ClassesConfig, "data.partition:classes"),
         "writer": BuiltinKind("one client per writer", PartitionConfig, "data.partition:writers"),

@@ -117,8 +117,18 @@ def writers(
 def iid(
     y: np.ndarray, clients: int, partition: IidConfig, min_samples: int, rng: np.random.Generator
 ) -> list[np.ndarray]:
-    """Parts of the sizes in `partition.sizes`; without them, of sizes that differ by at most 1."""
+    """Parts of the sizes in `partition.sizes`, or of random sizes; without both, of sizes that differ by at most 1.
+
+    Random sizes are drawn again until every client has at least `min_samples` samples; after the last draw, `divide`
+    raises DataError for a client with too few. So are those of NIID-Bench (`iid-diff-quantity`), with 10 samples.
+    """
     rows = rng.permutation(len(y))
+    if partition.share_alpha is not None:
+        for _ in range(MAX_REDRAWS):
+            parts = _shares(rows, clients, partition.share_alpha, rng)
+            if min(map(len, parts)) >= min_samples:
+                break
+        return parts
     if partition.sizes is None:
         return np.array_split(rows, clients)
     if (wanted := sum(partition.sizes)) > len(rows):
@@ -213,7 +223,7 @@ def classes(
 
 
 def _shares(rows: np.ndarray, owners: int, alpha: float | None, rng: np.random.Generator) -> list[np.ndarray]:
-    """The rows of each owner of a class; with an alpha, one row each and Dirichlet shares of the other rows."""
+    """The rows of each owner; with an alpha, one row each and Dirichlet shares of the other rows."""
     if alpha is None:
         return np.array_split(rows, owners)
     others = max(len(rows) - owners, 0)

@@ -135,6 +135,8 @@ data: {partition: {sizes: [10, 0], clients: 2}}
     ^data.partition.sizes.1: .*greater than or equal to 1, got 0$
 data: {partition: {sizes: [10, 20], clients: 3}}
     ^data.partition: sizes has 2 entries, clients is 3; give every client its size
+data: {source: sea, partition: {share_alpha: 0.5}}
+    partition.share_alpha has no meaning for source sea, which is not divided; leave it out
 data: {partition: {sizes: [10], clients: 1, kind: classes}}
     ^data.partition.sizes is a key of kind iid, and kind is classes; its keys are: clients, samples,
 data: {partition: {groups: 4}}
@@ -822,6 +824,7 @@ class TestDefaultView:
             ({"partition": {"kind": "classes"}}, "label"),
             ({"partition": {"kind": "iid", "cut": [{"keep": 0.1, "clients": 3}]}}, "label"),
             ({"partition": {"clients": 2, "sizes": [30, 100]}}, "label"),
+            ({"partition": {"share_alpha": 1}}, "label"),
             ({"source": "femnist", "partition": {"kind": "writer", "clients": None}}, "holdout"),
             ({"source": "images", "root": "x"}, "holdout"),
             ({"source": "images", "root": "x", "test_files": "test/*"}, "cluster"),

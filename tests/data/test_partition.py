@@ -24,6 +24,7 @@ def draw(seed=0, clients=20, min_samples=1, y=LABELS, **options):
     "options",
     [
         {"kind": "iid"},
+        {"kind": "iid", "share_alpha": 0.5},
         {"kind": "dirichlet", "alpha": 0.5},
         {"kind": "dirichlet", "alpha": 1e-3, "clients": 3},
         {"kind": "classes", "classes_per_client": 2},
@@ -51,6 +52,27 @@ def test_iid_sizes_differ_by_at_most_one():
     assert {len(part) for part in draw(kind="iid", clients=20)} == {50, 51}
 
 
+def test_random_sizes_of_iid_clients_follow_the_dirichlet_distribution():
+    """A share has the mean 1 / N and the variance (1 / N)(1 - 1 / N) / (N alpha + 1); labels stay mixed."""
+    y = np.arange(20_000) % 10
+    for alpha in (0.5, 5.0):
+        sizes = np.array([[len(part) for part in draw(seed, 10, 1, y, share_alpha=alpha)] for seed in range(300)])
+        assert (sizes.sum(1) == len(y)).all() and (sizes >= 1).all()
+        assert np.std(sizes / len(y)) == pytest.approx((0.09 / (10 * alpha + 1)) ** 0.5, rel=0.05)
+    largest = max(draw(0, 10, 1, y, share_alpha=0.5), key=len)
+    assert np.abs(np.bincount(y[largest]) / len(largest) - 0.1).max() < 0.03
+
+
+def test_random_sizes_of_iid_clients_are_drawn_again_until_the_smallest_has_enough(monkeypatch):
+    sizes = [min(map(len, draw(share_alpha=0.5, clients=10, min_samples=least))) for least in (1, 10)]
+    assert sizes[0] < 10 <= sizes[1]
+    monkeypatch.setattr("cfl_ray.data.partition.MAX_REDRAWS", 20)
+    with pytest.raises(DataError, match=r"client \d of 10 got \d+ samples?, each needs 90; lower data.partition.client"):
+        draw(share_alpha=0.1, clients=10, min_samples=90)
+    with pytest.raises(ValidationError, match="sizes and share_alpha .0.5. both say how large clients are"):
+        draw(share_alpha=0.5, clients=2, sizes=[1, 2])
+
+
 def test_dirichlet_is_skewed_for_small_alpha_and_even_for_large():
     def classes_per_client(alpha):
         return np.mean([len(np.unique(LABELS[part])) for part in draw(kind="dirichlet", alpha=alpha)])
@@ -75,7 +97,8 @@ def test_concentrations_at_their_limits(alpha):
 
 
 @pytest.mark.parametrize(
-    "key, kind", [("alpha", "dirichlet"), ("group_alpha", "dirichlet"), ("share_alpha", "classes")]
+    "key, kind",
+    [("alpha", "dirichlet"), ("group_alpha", "dirichlet"), ("share_alpha", "classes"), ("share_alpha", "iid")],
 )
 @pytest.mark.parametrize(
     "value, message",
