@@ -67,7 +67,7 @@ def test_random_sizes_of_iid_clients_are_drawn_again_until_the_smallest_has_enou
     sizes = [min(map(len, draw(share_alpha=0.5, clients=10, min_samples=least))) for least in (1, 10)]
     assert sizes[0] < 10 <= sizes[1]
     monkeypatch.setattr("cfl_ray.data.partition.MAX_REDRAWS", 20)
-    with pytest.raises(DataError, match=r"client \d of 10 got \d+ samples?, each needs 90; lower data.partition.client"):
+    with pytest.raises(DataError, match=r"client \d of 10 got \d+ samples?, each needs 90; lower data"):
         draw(share_alpha=0.1, clients=10, min_samples=90)
     with pytest.raises(ValidationError, match="sizes and share_alpha .0.5. both say how large clients are"):
         draw(share_alpha=0.5, clients=2, sizes=[1, 2])
