@@ -349,6 +349,11 @@ class Work:
         return num_samples_M
 
     @property
+    def states_per_client(self) -> int:
+        """Number of keys in `stored_keys` of each entry of `ids_M`, side by side."""
+        return 1
+
+    @property
     def stored_keys(self) -> np.ndarray:
         """Keys (`keys_of`) of the client states, or of the deferred results, that this work uses, in order."""
         return self.ids_M
@@ -372,7 +377,12 @@ class Work:
         assert self.client_state is not None
         client, model = divmod(key, self.models_per_client)
         name = self.client_state.name
-        return name if self.models_per_client == 1 else f"{name}-{model}", client
+        return name if self.models_per_client == 1 else state_of_model(name, model), client
+
+
+def state_of_model(name: str, model: int) -> str:
+    """The name of the client state of one of several models that a client trains together."""
+    return f"{name}-{model}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -599,6 +609,21 @@ class EvaluateClients(Evaluate):
     max_test_samples: int | None = None  # test samples per client of a shared test set; None: all
     tune: LocalSGD | None = None  # local training before the test (P-tune, or a method that adapts before it predicts)
     steps_M: np.ndarray | None = field(default=None, metadata=PER_CLIENT)  # local steps of that training
+
+    @property
+    def states_per_client(self) -> int:
+        """Of a mixture of K models K + 1: the state of each model, then the state that a client has for all."""
+        return 1 if self.weight_MK is None else self.weight_MK.shape[1] + 1
+
+    @property
+    def stored_keys(self) -> np.ndarray:
+        return np.add.outer(self.ids_M * self.states_per_client, np.arange(self.states_per_client)).ravel()
+
+    def state_key(self, key: int) -> tuple[str, int]:
+        assert self.client_state is not None
+        client, model = divmod(key, self.states_per_client)
+        last = model == self.states_per_client - 1
+        return self.client_state.name if last else state_of_model(self.client_state.name, model), client
 
     def empty_result(self, num_classes: int) -> dict[str, np.ndarray]:
         size = len(self.ids_M)

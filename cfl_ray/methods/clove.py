@@ -7,10 +7,10 @@ through Clustering of Loss Vector Embeddings. ICML 2026, arXiv:2506.22427.
     theta_b <- Avg of SGD_i(theta_b) over its clients       or  theta_b - (gamma / m) sum of their gradients, as in IFCA
 
 In round 1 clients are divided at random. Once the last `stable_rounds` assignments of every client that has taken part
-agree, the clusters are fixed: clients receive one model and send no losses, until data change: then all assignments of
-a client before the change no longer count. With
-`num_clusters: null` there are `max_clusters` models, and clusters are those of Ward's method with the largest mean
-silhouette; a larger K has to exceed the silhouette of a smaller one by `margin`.
+agree, the clusters are fixed: clients receive one model and send no losses, until data change. Assignments of a client
+before the change of its data no longer count. With `num_clusters: null` there are `max_clusters` models, and clusters
+are those of Ward's method with the largest mean silhouette; a larger K has to exceed the silhouette of a smaller one by
+`margin`.
 
 A newcomer, and a client that first takes part when clusters are fixed, joins the cluster with the nearest mean loss
 vector. It receives the models with which these vectors were computed, and then that of its cluster. A cluster without
