@@ -181,9 +181,20 @@ class ClientState:
     learned_share: bool = False
     # with `columns` None: the columns that the next training starts from; None: all of them
     resumed: Columns | None = None
-    # (received row (P,), stored value: the columns, then the numbers of the client program) -> the row that the client
-    # predicts with; with an attribute `reads_data`, also of the client (`ClientData`), in tests. None: as above
+    # (received row (P,) with the client's `norms`, stored value: the columns without those that `keeping` added, then
+    # the numbers of the client program) -> the row that the client predicts with; with an attribute `reads_data`, also
+    # of the client (`ClientData`), in tests. None: as above
     predicts: Callable[..., Tensor] | None = None
+    # set by `keeping`: the normalisation layers among the columns, and the columns without those that it added
+    norms: Columns | None = None
+    own_columns: Columns | None = None
+
+    @property
+    def private_columns(self) -> Columns | None:
+        """The columns that are not uploaded; None: all are."""
+        if not self.private:
+            return None
+        return self.columns if self.own_columns is None else self.own_columns
 
     @property
     def reads_data(self) -> bool:
@@ -196,10 +207,22 @@ class ClientState:
         return self.columns is None and self.share == 1 and not self.learned_share and self.predicts is None
 
     def keeping(self, more: Columns) -> "ClientState":
-        """This state, which also keeps other columns, from which the next training starts."""
+        """This state, which also keeps normalisation layers, with which the client trains and predicts.
+
+        They are also uploaded.
+        """
         if self.columns is None:
-            return self if self.resumed is None else replace(self, resumed=self.resumed.joined(more))
-        return replace(self, columns=self.columns.joined(more))
+            resumed = None if self.resumed is None else self.resumed.joined(more)
+            return replace(self, resumed=resumed, norms=more)
+        return replace(self, columns=self.columns.joined(more), norms=more, own_columns=self.columns)
+
+    def norms_alone(self) -> "ClientState":
+        """This state for predictions with the received model, in which only normalisation layers are the client's."""
+        return replace(self, predicts=_received)
+
+
+def _received(received_P: Tensor, value: Tensor) -> Tensor:
+    return received_P
 
 
 @dataclass(frozen=True)

@@ -165,7 +165,7 @@ class FedPAC(Method[CollaborationState], name="fedpac"):
         return replace(how, program=program, given={"global": torch.where(known_CF, state.prototype_CF, mu_MCF)})
 
     def serve(self, state: CollaborationState, clients: Clients) -> Serving:
-        return Serving(*state.models_of(clients.ids_M, clients.spec))
+        return Serving(*state.models_of(clients.ids_M, clients.spec), client_state=clients.norms_in(OWN))
 
 
 def collaboration(v_M: np.ndarray, h_MX: np.ndarray, least: float) -> np.ndarray:
