@@ -89,6 +89,13 @@ class ClientExchanges:
             return ClientState("norm", self.kept_norms, private=False)
         return client_state.keeping(self.kept_norms)
 
+    def norms_in(self, client_state: ClientState) -> ClientState | None:
+        """The client state in `serve` of a method whose clients keep this state but predict with the received model.
+
+        None if clients keep no normalisation layers.
+        """
+        return None if self.kept_norms is None else client_state.norms_alone()
+
     def require_readable(self, values: str) -> None:
         """Raises PrivacyError if the server must not read these values of single clients.
 

@@ -234,7 +234,7 @@ class Clients(ClientExchanges):
         self._check_permitted(how, features)
         keeps = how.num_models is not None or bool(np.any(keep_as_local_model))
         local, client_state = with_numbers_kept(how.sgd or self.local, client_state, keeps, how.program, self.spec)
-        private = client_state.columns if client_state and client_state.private else None
+        private = client_state.private_columns if client_state else None
         work, averaging, secure = self._training(start, how, local), None, None
         if average is not None:
             averaging, secure = self._averaging(average, work.address, private, work.models_per_client)

@@ -181,9 +181,20 @@ class ClientState:
     learned_share: bool = False
     # with `columns` None: the columns that the next training starts from; None: all of them
     resumed: Columns | None = None
-    # (received row (P,), stored value: the columns, then the numbers of the client program) -> the row that the client
-    # predicts with; with an attribute `reads_data`, also of the client (`ClientData`), in tests. None: as above
+    # (received row (P,) with the client's `norms`, stored value: the columns without those that `keeping` added, then
+    # the numbers of the client program) -> the row that the client predicts with; with an attribute `reads_data`, also
+    # of the client (`ClientData`), in tests. None: as above
     predicts: Callable[..., Tensor] | None = None
+    # set by `keeping`: the normalisation layers among the columns, and the columns without those that it added
+    norms: Columns | None = None
+    own_columns: Columns | None = None
+
+    @property
+    def private_columns(self) -> Columns | None:
+        """The columns that are not uploaded; None: all are."""
+        if not self.private:
+            return None
+        return self.columns if self.own_columns is None else self.own_columns
 
     @property
     def reads_data(self) -> bool:
@@ -196,10 +207,22 @@ class ClientState:
         return self.columns is None and self.share == 1 and not self.learned_share and self.predicts is None
 
     def keeping(self, more: Columns) -> "ClientState":
-        """This state, which also keeps other columns, from which the next training starts."""
+        """This state, which also keeps normalisation layers, with which the client trains and predicts.
+
+        They are also uploaded.
+        """
         if self.columns is None:
-            return self if self.resumed is None else replace(self, resumed=self.resumed.joined(more))
-        return replace(self, columns=self.columns.joined(more))
+            resumed = None if self.resumed is None else self.resumed.joined(more)
+            return replace(self, resumed=resumed, norms=more)
+        return replace(self, columns=self.columns.joined(more), norms=more, own_columns=self.columns)
+
+    def norms_alone(self) -> "ClientState":
+        """This state for predictions with the received model, in which only normalisation layers are the client's."""
+        return replace(self, predicts=_received)
+
+
+def _received(received_P: Tensor, value: Tensor) -> Tensor:
+    return received_P
 
 
 @dataclass(frozen=True)
@@ -349,6 +372,11 @@ class Work:
         return num_samples_M
 
     @property
+    def states_per_client(self) -> int:
+        """Number of keys in `stored_keys` of each entry of `ids_M`, side by side."""
+        return 1
+
+    @property
     def stored_keys(self) -> np.ndarray:
         """Keys (`keys_of`) of the client states, or of the deferred results, that this work uses, in order."""
         return self.ids_M
@@ -372,7 +400,12 @@ class Work:
         assert self.client_state is not None
         client, model = divmod(key, self.models_per_client)
         name = self.client_state.name
-        return name if self.models_per_client == 1 else f"{name}-{model}", client
+        return name if self.models_per_client == 1 else state_of_model(name, model), client
+
+
+def state_of_model(name: str, model: int) -> str:
+    """The name of the client state of one of several models that a client trains together."""
+    return f"{name}-{model}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -599,6 +632,21 @@ class EvaluateClients(Evaluate):
     max_test_samples: int | None = None  # test samples per client of a shared test set; None: all
     tune: LocalSGD | None = None  # local training before the test (P-tune, or a method that adapts before it predicts)
     steps_M: np.ndarray | None = field(default=None, metadata=PER_CLIENT)  # local steps of that training
+
+    @property
+    def states_per_client(self) -> int:
+        """Of a mixture of K models K + 1: the state of each model, then the state that a client has for all."""
+        return 1 if self.weight_MK is None else self.weight_MK.shape[1] + 1
+
+    @property
+    def stored_keys(self) -> np.ndarray:
+        return np.add.outer(self.ids_M * self.states_per_client, np.arange(self.states_per_client)).ravel()
+
+    def state_key(self, key: int) -> tuple[str, int]:
+        assert self.client_state is not None
+        client, model = divmod(key, self.states_per_client)
+        last = model == self.states_per_client - 1
+        return self.client_state.name if last else state_of_model(self.client_state.name, model), client
 
     def empty_result(self, num_classes: int) -> dict[str, np.ndarray]:
         size = len(self.ids_M)

@@ -36,6 +36,15 @@ def with_client_state(start_P: Tensor, client_state: ClientState | None, value: 
     return row_P
 
 
+def with_norms(row_P: Tensor, client_state: ClientState | None, value: Tensor | None) -> Tensor:
+    """The row with the normalisation layers that the client keeps; unchanged if there are none."""
+    if client_state is None or value is None or client_state.norms is None:
+        return row_P
+    kept_P, row_P = with_client_state(row_P, client_state, value), row_P.clone()
+    client_state.norms.put(row_P, client_state.norms.of(kept_P))
+    return row_P
+
+
 def starting_row(start_P: Tensor, client_state: ClientState | None, value: Tensor | None) -> Tensor:
     """The initial row for the training of a client that received `start_P` and keeps `value`."""
     if client_state is None or value is None or client_state.resumed is None:
@@ -57,7 +66,7 @@ def predicting_row(
     """
     if client_state is not None and client_state.predicts is not None and value is not None:
         return _predicted(received_P, client_state, value, client)
-    row_P = with_client_state(received_P, client_state, value)
+    row_P, received_P = with_client_state(received_P, client_state, value), with_norms(received_P, client_state, value)
     if client_state is None or value is None:
         return row_P
     share = float(value[-1]) if client_state.learned_share else client_state.share
@@ -69,7 +78,12 @@ def _predicted(
 ) -> Tensor:
     """The row that `client_state.predicts` returns. Raises RunError if it is no row."""
     function = client_state.predicts
-    arguments: list[Any] = [received_P.cpu().clone(), value.cpu().clone()]
+    received = with_norms(received_P, client_state, value).cpu().clone()
+    if client_state.own_columns is not None:  # the function knows the method's columns alone
+        assert client_state.columns is not None
+        own = client_state.own_columns.of(with_client_state(received_P, client_state, value))
+        value = torch.cat([own.to(value), value[client_state.columns.count :]])
+    arguments: list[Any] = [received, value.cpu().clone()]
     assert function is not None
     if client_state.reads_data:
         assert client is not None

@@ -100,7 +100,10 @@ def client_scores(
 
 def _served_row(chunk: OpenChunk[EvaluateClients], index: int) -> Tensor | None:
     """The row that a client predicts with. If it depends on data that are not valid, excludes it and returns None."""
-    work, value, received_P = chunk.work, chunk.stored_value(index), chunk.on_device(chunk.work.start, index)
+    work, received_P = chunk.work, chunk.on_device(chunk.work.start, index)
+    if work.weight_MK is not None:  # `_Predictors` makes the rows of a mixture
+        return received_P
+    value = chunk.stored_value(index)
     if value is None or work.client_state is None or not work.client_state.reads_data:
         return predicting_row(received_P, work.client_state, value)
     samples = chunk.samples(index)
@@ -148,9 +151,19 @@ class _Predictors:
         def logits(x: Tensor) -> Tensor:
             if self._latest is not None and self._latest[0] == test_set:
                 return scoring.mixed(self._latest[1], weight_MK[index])
-            rows = [self.chunk.row(0, model) for model in range(weight_MK.shape[1])]
+            rows = [self._row(index, model) for model in range(weight_MK.shape[1])]
             log_p = scoring.log_probabilities(self.chunk.network, rows, x)
             self._latest = None if test_set is None else (test_set, log_p)
             return scoring.mixed(log_p, weight_MK[index])
 
         return logits
+
+    def _row(self, index: int, model: int) -> Tensor:
+        """A model of the mixture, with the client's columns in it."""
+        chunk, work = self.chunk, self.chunk.work
+        row_P = chunk.row(0, model)
+        if not isinstance(work, EvaluateClients):
+            return row_P
+        first, of_all = index * work.states_per_client, work.states_per_client - 1
+        values = (chunk.stored_value(first + at) for at in (model, of_all))
+        return predicting_row(row_P, work.client_state, next((value for value in values if value is not None), None))

@@ -12,7 +12,7 @@ from cfl_ray.core.client_program import ClientProgram, Held, as_numbers, first_n
 from cfl_ray.core.global_generators import seeded_for
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.work import Given, Train, Weigh
-from cfl_ray.engine.client_state import starting_row, stored_numbers, with_client_state
+from cfl_ray.engine.client_state import starting_row, stored_numbers, with_client_state, with_norms
 from cfl_ray.engine.describing import ClientView
 from cfl_ray.engine.failure import naming_client
 from cfl_ray.engine.open_chunk import OpenChunk
@@ -27,7 +27,8 @@ def held_by(chunk: OpenChunk[Train], index: int) -> tuple[Tensor, HeldByClient]:
     work, value = chunk.work, chunk.stored_value(index)
     program, received_P, (models, given) = work.program, chunk.on_device(work.start, index), _given_to(chunk, index)
     if program.kept_model:
-        start_P, first_P = received_P, models.get(program.kept_model, received_P)
+        start_P = with_norms(received_P, work.client_state, value)
+        first_P = models.get(program.kept_model, received_P)
         models[program.kept_model] = with_client_state(first_P, work.client_state, value)
     else:
         start_P = starting_row(received_P, work.client_state, value)

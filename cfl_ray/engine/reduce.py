@@ -211,7 +211,7 @@ def upload_distance(client_state: ClientState | None, upload_P: Tensor, sent_P: 
     """Euclidean distance of an upload to the model that the client received, without private columns."""
     change_P = upload_P.cpu() - sent_P
     if client_state is not None and client_state.private:
-        columns = client_state.columns
+        columns = client_state.private_columns
         if columns is None:
             return 0.0
         columns.put(change_P, torch.zeros(columns.count))

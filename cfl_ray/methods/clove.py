@@ -7,12 +7,15 @@ through Clustering of Loss Vector Embeddings. ICML 2026, arXiv:2506.22427.
     theta_b <- Avg of SGD_i(theta_b) over its clients       or  theta_b - (gamma / m) sum of their gradients, as in IFCA
 
 In round 1 clients are divided at random. Once the last `stable_rounds` assignments of every client that has taken part
-agree, the clusters are fixed: clients receive one model and send no losses, until data change. With
-`num_clusters: null` there are `max_clusters` models, and clusters are those of Ward's method with the largest mean
-silhouette; a larger K has to exceed the silhouette of a smaller one by `margin`.
+agree, the clusters are fixed: clients receive one model and send no losses, until data change. Assignments of a client
+before the change of its data no longer count. With `num_clusters: null` there are `max_clusters` models, and clusters
+are those of Ward's method with the largest mean silhouette; a larger K has to exceed the silhouette of a smaller one by
+`margin`.
 
 A newcomer, and a client that first takes part when clusters are fixed, joins the cluster with the nearest mean loss
-vector. It receives the models with which these vectors were computed, and then that of its cluster.
+vector. It receives the models with which these vectors were computed, and then that of its cluster. A cluster without
+clients in the latest comparison has its vector of an earlier one. Before the first comparison, the cluster is that of
+the model with the least loss.
 
 Deviations: the official code (Nokia-Bell-Labs/Loss-Vector-based-Clustered-Federated-Learning, b602090) raises KeyError
 for a client that arrives after clusters are fixed, and its branch for such clients, which cannot run, compares losses
@@ -48,7 +51,8 @@ class LossVectorState(State):
 
     centre_KK: Tensor  # float32: a row for each cluster; inf for a cluster that never had clients
     compared_KP: Tensor  # float32
-    same_N: np.ndarray  # int32: number of a client's last assignments that agree; 0: it has none
+    # int32: number of a client's last assignments that agree; 0: it has none; -1: none since its data changed
+    same_N: np.ndarray
 
     def forget(self, ids: np.ndarray) -> "LossVectorState":
         same_N = self.same_N.copy()
@@ -144,9 +148,9 @@ class CLoVE(Method[LossVectorState], name="clove"):
         state, valid_M = self.trained(state, clients, sent, assign_M)
         ids_m, assign_m = clients.ids_M[valid_M], assign_M[valid_M]
         same_N = state.same_N.copy()
-        same_N[ids_m] = np.where(before_N[ids_m] == assign_m, same_N[ids_m], 0) + 1
+        same_N[ids_m] = np.where(before_N[ids_m] == assign_m, np.maximum(same_N[ids_m], 0), 0) + 1
         state = placed(state.advance(same_N=same_N), clients, ids_m, assign_m, clients=len(ids_m))
-        seen_S = same_N[same_N > 0]
+        seen_S = same_N[same_N != 0]
         is_stable = self.stable_rounds is not None and len(seen_S) and seen_S.min() >= self.stable_rounds
         return state.advance(phase="federate" if is_stable else "cluster")
 
@@ -193,8 +197,9 @@ class CLoVE(Method[LossVectorState], name="clove"):
 
     def nearest(self, state: LossVectorState, clients: Clients) -> np.ndarray:
         """The cluster with the nearest mean loss vector, int64 (M,); before there are any, that of the least loss."""
-        loss_MK, valid_M = self.loss_vectors(clients, clients.known_models(state.compared_KP))
         known = np.flatnonzero(torch.isfinite(state.centre_KK).all(1).numpy())
+        models_KP = state.compared_KP if len(known) else state.models_KP
+        loss_MK, valid_M = self.loss_vectors(clients, clients.known_models(models_KP))
         if len(known):
             nearest_M = known[nearest_centre(torch.from_numpy(loss_MK), state.centre_KK[known], "l2")[0]]
         else:
@@ -212,9 +217,9 @@ class CLoVE(Method[LossVectorState], name="clove"):
         return placed(state, clients, clients.ids_M, self.nearest(state, clients), clients=len(clients))
 
     def drift(self, state: LossVectorState, clients: Clients) -> LossVectorState:
-        """The state in which clusters are not fixed."""
+        """The state in which clusters are not fixed, until these clients have been compared again."""
         same_N = state.same_N.copy()
-        same_N[clients.ids_M] = 0
+        same_N[clients.ids_M] = np.where(state.assign_N[clients.ids_M] == UNASSIGNED, 0, -1)
         return state.advance(phase="cluster", same_N=same_N)
 
     def serve(self, state: LossVectorState, clients: Clients) -> Serving:

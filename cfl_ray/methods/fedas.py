@@ -98,7 +98,8 @@ class FedAS(OneModel, name="fedas"):
             prototype_MX, _ = clients.describe(prototypes, received, client_state=OWN, floats=0)
             # theta <- SGD on sum_y mean of (g(x; theta) - c_iy)^2
             c_MCF = prototype_MX.reshape(len(clients), prototypes.classifier.num_classes, -1)
-            sgd = LocalSGD(epochs=self.align_epochs, batch_size=clients.local.batch_size, lr=self.align_lr)
+            size, drop_last = clients.local.batch_size, clients.local.drop_last
+            sgd = LocalSGD(epochs=self.align_epochs, batch_size=size, lr=self.align_lr, drop_last=drop_last)
             how = LocalTraining(sgd=sgd, program=Alignment(), given={"prototypes": c_MCF})
             aligned_M = clients.train(received, client_state=resumed, how=how, keep_as_local_model=False).valid_M
             resumed = OWN

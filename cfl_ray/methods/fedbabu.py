@@ -51,14 +51,19 @@ class FedBABU(OneModel, name="fedbabu"):
 
     def round(self, state: State, clients: Clients, rng: Draws) -> State:
         phi = clients.send(state.models_KP, columns=clients.spec.base)
-        head = ClientState("head", clients.spec.head)  # h^0, neither sent nor uploaded
+        head = self.head(clients.spec)
         how, weight_M = training_of(clients.spec.base, clients), clients.weights(self.weights)
         updates = clients.train(phi, client_state=head, how=how, average=weight_M)
         return state.advance(models_KP=updates.averaged(default=state.models_KP))
 
+    def head(self, spec: ParamSpec) -> ClientState:
+        """h^0, neither sent nor uploaded."""
+        return ClientState("head", spec.head)
+
     def serve(self, state: State, clients: Clients) -> Serving:
+        own = clients.norms_in(self.head(clients.spec))
         if not self.tune_epochs:
-            return Serving(state.models_KP, clients.first_row())
+            return Serving(state.models_KP, clients.first_row(), client_state=own)
         lr = clients.local.lr if self.tune_lr is None else self.tune_lr
         tune = replace(clients.local, epochs=self.tune_epochs, steps=None, lr=lr)
-        return Serving(state.models_KP, clients.first_row(), tune=tune)
+        return Serving(state.models_KP, clients.first_row(), client_state=own, tune=tune)

@@ -31,6 +31,7 @@ from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import OwnModelsState
 from cfl_ray.core.weights import averages_of
 
+_ROUNDING = 1e-12  # an overlap that is the threshold but for rounding is not below it
 _CLIENTS = 8  # whose masks are made together: a row of temporary values for each
 
 
@@ -127,4 +128,5 @@ def collaborators(overlap_MM: np.ndarray, progress: float) -> np.ndarray:
     others = overlap_MM[~own_MM]
     if not len(others):
         return own_MM
-    return own_MM | (overlap_MM >= others.mean() + progress * (others.max() - others.mean()))
+    threshold = others.mean() + progress * (others.max() - others.mean())
+    return own_MM | (overlap_MM >= threshold - _ROUNDING)

@@ -215,7 +215,7 @@ class FedCCFA(Method[LabelGroupsState], name="fedccfa"):
         )
 
     def serve(self, state: LabelGroupsState, clients: Clients) -> Serving:
-        return Serving(*state.models_of(clients.ids_M, clients.spec))
+        return Serving(*state.models_of(clients.ids_M, clients.spec), client_state=clients.norms_in(OWN))
 
 
 def label_groups(v_MCF: Tensor, has_MC: Tensor, eps: float) -> np.ndarray:

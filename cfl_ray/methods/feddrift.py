@@ -222,7 +222,7 @@ class FedDrift(Method[PoolState], name="feddrift"):
         distance_KK = np.nan_to_num(np.maximum(np.maximum(excess_KK, excess_KK.T), 0), nan=_NEVER)
         distance = distance_KK[np.triu_indices(state.num_clusters, 1)]
         tree = linkage_tree(distance, "complete")
-        below = self.delta - _ROUNDING  # merge while d < delta
+        below = min(self.delta - _ROUNDING, _NEVER / 2)  # merge while d < delta
         part_K = by_lowest_member(scipy.cluster.hierarchy.fcluster(tree, below, "distance"))
         if part_K.max() + 1 == state.num_clusters:
             return state

@@ -10,7 +10,7 @@ A model is a shared body with features f(x; phi), under a head h_i of each clien
     c_iy <- mean of f(x; phi_i)
     phi <- sum_i n_i phi_i / sum_i n_i;  gbar_y <- sum_i n_iy c_iy / sum_i n_iy
     a_i <- argmin over the simplex of a^T (diag(v) + D_i D_i^T) a              row j of D_i: H_i - H_j
-    h_i <- sum_j a_ij h_j                                                      without a_ij < 1e-3
+    h_i <- sum_j a_ij h_j                                                      without a_ij < 1e-3, unless all are
 
 The server keeps h_i of the clients that have taken part, and sends it with phi; clients predict with both. P-local is
 measured after the training. A client that never took part has phi and the average of the heads.
@@ -95,7 +95,9 @@ class FedPAC(Method[CollaborationState], name="fedpac"):
     lam: float = option(1.0, "lambda: weight of the distance to the prototypes", source="official code", low=0)
     head_epochs: int = option(1, "epochs of h_i", source="official code", low=1, high=100_000)
     head_lr: float = option(0.1, "learning rate of h_i", source="official code", low=0)
-    least: float = option(1e-3, "weights a_ij below this are 0", source="official code", low=0, high=1)
+    least: float = option(
+        1e-3, "weights a_ij below this are 0, unless all of a client are", source="official code", low=0, high=1
+    )
 
     def check_model(self, spec: ParamSpec) -> None:
         check_classifier(self, spec)
@@ -163,11 +165,14 @@ class FedPAC(Method[CollaborationState], name="fedpac"):
         return replace(how, program=program, given={"global": torch.where(known_CF, state.prototype_CF, mu_MCF)})
 
     def serve(self, state: CollaborationState, clients: Clients) -> Serving:
-        return Serving(*state.models_of(clients.ids_M, clients.spec))
+        return Serving(*state.models_of(clients.ids_M, clients.spec), client_state=clients.norms_in(OWN))
 
 
 def collaboration(v_M: np.ndarray, h_MX: np.ndarray, least: float) -> np.ndarray:
-    """The weights a_i as row i, (M, M): minima of a^T (diag(v) + D_i D_i^T) a over the simplex; 0 below `least`."""
+    """The weights a_i as row i, (M, M): minima of a^T (diag(v) + D_i D_i^T) a over the simplex.
+
+    Weights below `least` are 0, unless all weights of a row are below it.
+    """
     v_M, gram_MM = np.asarray(v_M, np.float64), np.asarray(h_MX, np.float64) @ np.asarray(h_MX, np.float64).T
     weight_MM = np.empty_like(gram_MM)
     for i, g_M in enumerate(gram_MM):
@@ -177,6 +182,7 @@ def collaboration(v_M: np.ndarray, h_MX: np.ndarray, least: float) -> np.ndarray
         value_M, vector_MM = np.linalg.eigh(q_MM / max(np.trace(q_MM), 1e-300))
         root_M = np.sqrt(np.maximum(value_M, _LEAST_EIGENVALUE))
         b_M = scipy.optimize.nnls(root_M[:, None] * vector_MM.T, vector_MM.sum(0) / root_M)[0]
-        a_M = np.where(b_M / b_M.sum() < least, 0.0, b_M)
+        a_M = b_M / b_M.sum()
+        a_M = np.where((a_M < least) & (a_M.max() >= least), 0.0, a_M)
         weight_MM[i] = a_M / a_M.sum()
     return weight_MM

@@ -80,13 +80,15 @@ class FeSEM(Method[State], name="fesem"):
         weight_KM = cluster_weights(state.assign_N[clients.ids_M], clients.weights(self.weights), state.num_clusters)
         return state.advance(models_KP=clients.average(updates, weight_KM).averaged(default=state.models_KP))
 
-    def train(self, state: State, clients: Clients, keep_as_local_model: bool = True) -> tuple[Updates, Tensor]:
-        """The updates, and the features (M', F) of the local models W_i of the M' clients with valid updates."""
+    def train(self, state: State, clients: Clients, only_compared: bool = False) -> tuple[Updates, Tensor]:
+        """The updates, and the features (M', F) of the local models W_i of the M' clients with valid updates.
+
+        only_compared: whether the W_i are neither averaged nor kept, so that clients upload their features alone.
+        """
         features = self.update_features(clients)
         sent = clients.send(with_mean(state.models_KP), row_or_last(state, clients))
-        updates = clients.train(
-            sent, features=features, defer_aggregation=True, keep_as_local_model=keep_as_local_model
-        )
+        averaged = not only_compared
+        updates = clients.train(sent, features=features, defer_aggregation=averaged, keep_as_local_model=averaged)
         start_MF = features.of_rows(sent.models_KP, clients.seed)[sent.row_M]
         return updates, (start_MF + updates.features_MF)[torch.from_numpy(updates.valid_M)]
 
@@ -113,6 +115,6 @@ class FeSEM(Method[State], name="fesem"):
     def join(self, state: State, clients: Clients) -> State:
         if state.phase == "cluster":
             return state
-        updates, feature_MF = self.train(state, clients, keep_as_local_model=False)
+        updates, feature_MF = self.train(state, clients, only_compared=True)
         cluster_M, _ = nearest_centre(feature_MF, self.centres(state, clients), "l2")
         return placed(state, clients, clients.ids_M[updates.valid_M], cluster_M, clients=len(cluster_M))

@@ -27,7 +27,10 @@ from cfl_ray.core.clients import Batch, ClientProgram, Clients, ClientState, Hel
 from cfl_ray.core.method import Method, Start, option, weights_option
 from cfl_ray.core.params import ParamSpec, layer_name
 from cfl_ray.core.rng import Draws
+from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
+
+PREVIOUS = ClientState("previous", private=False)
 
 
 @dataclass(frozen=True)
@@ -93,8 +96,11 @@ class Moon(Method[InitialState], name="moon"):
         given = {"received": w} | ({"previous": clients.known_models(state.first_KP)} if initial else {})
         updates = clients.train(
             w,
-            client_state=ClientState("previous", private=False),
+            client_state=PREVIOUS,
             how=LocalTraining(program=Contrastive(self.mu, self.tau, initial), given=given),
             average=clients.weights(self.weights),
         )
         return state.advance(models_KP=updates.averaged(default=state.models_KP))
+
+    def serve(self, state: InitialState, clients: Clients) -> Serving:
+        return Serving(state.models_KP, clients.first_row(), client_state=clients.norms_in(PREVIOUS))

@@ -16,7 +16,7 @@ from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
 from cfl_ray.core.tasks import Task
-from cfl_ray.core.work import Address
+from cfl_ray.core.work import Address, state_of_model
 from cfl_ray.data.federation import Federation, TensorSamples
 from cfl_ray.data.indexed import Scaling
 from cfl_ray.engine.client_state import predicting_row
@@ -198,7 +198,7 @@ class TrainedMethod:
     def served_model(self, client: int, serving: Serving) -> nn.Module:
         """The same by what `serve` returned for this client."""
         if serving.weight_MK is not None:
-            return self.mixture(serving.models_KP, serving.weight_MK[0])
+            return self.mixture(self._with_states(client, serving), serving.weight_MK[0])
         row = int(serving.row_M[0])
         if row < 0:
             raise ConfigError(f"{self.label} has no model for client {client} yet")
@@ -210,6 +210,16 @@ class TrainedMethod:
         if serving.tune is not None:
             row_P = self.tuned(client, row_P, serving.tune, self._trained_on(client), serving.frozen_P)
         return self.module(row_P, serving.frozen_P)
+
+    def _with_states(self, client: int, serving: Serving) -> Tensor:
+        """All models, (K, P), with the client's state of each, or else its state for all, put in."""
+        if (state := serving.client_state) is None:
+            return serving.models_KP
+        names = [[state_of_model(state.name, k), state.name] for k in range(len(serving.models_KP))]
+        found = [[self.backend.client_state(name, client) for name in of_model] for of_model in names]
+        values = [next((value for value in of_model if value is not None), None) for of_model in found]
+        rows = zip(serving.models_KP, values, strict=True)
+        return torch.stack([predicting_row(row_P, state, value) for row_P, value in rows])
 
     def inputs(self, x: Tensor | np.ndarray) -> Tensor:
         """Normalised inputs as a tensor; uint8, as images are stored, is divided by the scale and normalised.

@@ -128,9 +128,27 @@ class TestOfGroups:
     def test_clients_are_compared_again_after_a_drift(self):
         one, state = self.fixed(None)
         again = self.METHOD.drift(state, one.clients([2, 3], round=9))
-        assert again.phase == "cluster" and again.same_N[[2, 3]].tolist() == [0, 0] and (again.same_N[[0, 1]] > 0).all()
+        assert again.phase == "cluster" and (again.same_N[[0, 1]] > 0).all()
+        assert again.same_N[[2, 3]].tolist() == [-1, -1]
         after = one.play(self.METHOD, None, state=again, first=9)
         assert floats(one) == (8 * 2 * P, 8 * (P + 2)) and after.same_N[[2, 3]].tolist() == [1, 1]
+
+    def test_clusters_are_not_fixed_before_a_client_whose_data_changed_is_compared(self):
+        one, state = self.fixed(None)
+        state = self.METHOD.drift(state, one.clients([2], round=9))
+        without = one.play(self.METHOD, [0, 1, 3], state=state, first=9)
+        assert without.phase == "cluster"
+        assert one.play(self.METHOD, *[None] * 3, state=without, first=10).phase == "federate"
+        assert one.play(self.METHOD, [0], state=self.METHOD.leave(without, np.array([2])), first=10).phase == "federate"
+
+    def test_before_the_first_comparison_the_least_loss_decides(self):
+        """Under the models of the random division, which newcomers receive and predict with."""
+        one = self.stage()
+        state = one.play(self.METHOD, [0, 1, 2, 3])
+        clients = one.clients([4, 5, 6, 7], round=2)
+        best_M = clients.losses(clients.known_models(state.models_KP)).argmin(1).tolist()
+        assert set(best_M) == {0, 1} and self.METHOD.serve(state, clients).row_M.tolist() == best_M
+        assert self.METHOD.join(state, clients).assign_N[4:].tolist() == best_M
 
 
 @pytest.mark.parametrize("margin, expected", [(0.0, 3), (5.0, 2)])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from closeness import close
-from federations import Stage, attack_of, planted
+from federations import Stage, attack_of, planted, uneven
 from linear import ETA, HIDDEN, N_0, N_1, assert_layers, data, deep_sgd, deep_stage, layers
 from rounds import accuracy, floats, groups, row_accuracy
 from torch import nn
@@ -94,6 +94,17 @@ def test_a_base_that_is_not_trained_is_not_aligned(new_body):
         Stage(planted(), new_module).play(method, None, None).models_KP for method in (FedAS(), FedAS(align_epochs=0))
     ]
     assert torch.equal(*models) and models[0].isfinite().all()
+
+
+def test_a_batch_of_one_sample_that_training_leaves_out_is_not_aligned_either():
+    """BatchNorm refuses it: 9 samples in batches of 8."""
+
+    def new_module():
+        return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3))
+
+    for drop_last in ("single", True):
+        one = Stage(uneven([9, 16]), new_module, LocalSGD(batch_size=8, drop_last=drop_last))
+        assert one.play(FedAS(), None, None).models_KP.isfinite().all() and not one.stats.excluded
 
 
 def test_a_negative_trace_of_an_attacker_has_no_weight():

@@ -10,18 +10,26 @@ from federations import Stage, uneven
 from rounds import EnginesAndCheckpoints, floats
 from small_runs import metrics_of, simulate_until
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, nll_loss
 
 from cfl_ray import Experiment, resume, simulate
+from cfl_ray.config import EvaluationConfig
 from cfl_ray.core.checked_method import CheckedMethod
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.rng import Draws
+from cfl_ray.engine import programs
+from cfl_ray.engine.client_state import predicting_row, with_client_state
+from cfl_ray.methods import REGISTRY
 from cfl_ray.methods.ditto import Ditto
 from cfl_ray.methods.fedavg import FedAvg
+from cfl_ray.methods.fedavg_plus import FedAvgPlus
 from cfl_ray.methods.fedbn import FedBN
+from cfl_ray.methods.fedem import FedEM
 from cfl_ray.methods.fedper import FedPer
+from cfl_ray.methods.fedrod import FedRoD
 from cfl_ray.methods.ifca import IFCA
+from cfl_ray.runtime.evaluation import Evaluator
 
 SIZES, ETA = [12, 8, 6], 0.3
 
@@ -235,6 +243,92 @@ def test_runs_of_the_option_are_those_of_the_method_and_continue(tmp_path):
     simulate_until(2, Experiment(**run), tmp_path / "run")
     found = resume(tmp_path / "run", on_ray=False, experiment=Experiment(**run))
     assert metrics_of(found["fedbn"]) == method
+
+
+@pytest.mark.parametrize("method", [FedEM(num_models=2, norm="local"), FedAvgPlus(num_models=2, norm="local")], ids=str)
+def test_clients_that_mix_models_predict_with_their_own_norm_layers(method):
+    """The layers of each model of a mixture; clients that train one model after another have a single set."""
+    one, module = stage(), Residual().eval()
+    checked_method, state = play(one, method, [0, 1], [0, 1])
+    serving, spec = checked_method.serve(state, one.clients(round=3)), one.network.spec
+    evaluator = Evaluator(EvaluationConfig(local_samples=10**6), one.federation, one.backend, one.seed)
+    scores_MV = evaluator.scores(serving, one.clients(round=3))
+    for i in range(3):
+        (x, y), p_nC = one.federation.test(i), 0.0
+        for k, row_P in enumerate(serving.models_KP.clone()):
+            states = [one.client_states[name, i] for name in (f"norm-{k}", "norm") if (name, i) in one.client_states]
+            assert len(states) == (i < 2)  # client 2 never took part
+            for own in states:
+                assert not close(spec.norms().of(row_P), own, 1e-3)
+                spec.norms().put(row_P, own)
+            module.load_state_dict(spec.tensors(row_P), strict=False)
+            p_nC = p_nC + serving.weight_MK[i, k] * module(x).softmax(1).double()
+        assert scores_MV[i, 2] == pytest.approx(nll_loss(p_nC.log(), y).item(), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["apfl", "fedala", "fedas", "fedbabu", "fedccfa", "fedpac", "fedper", "fedrep", "fedrod", "moon", "pfedme"],
+)
+def test_clients_of_methods_with_states_of_their_own_train_and_predict_with_their_norm_layers(name, monkeypatch):
+    """The first exchange of round 2 starts from the layers of round 1, and predictions have those of the last."""
+    starts, held_by = [], programs.held_by
+
+    def noted(chunk, index):
+        start_P, held = held_by(chunk, index)
+        starts.append((chunk.work.ids_M[index], start_P.clone()))
+        return start_P, held
+
+    monkeypatch.setattr(programs, "held_by", noted)
+    one, spec = stage(), stage().network.spec
+    checked_method, state = play(one, REGISTRY[name](norm="local"), None)
+    before = one.client_states
+    starts.clear()
+    state = checked_method.round(state, one.clients(round=2), Draws(0, 2))
+    serving = checked_method.serve(state, one.clients(round=3))
+    kept, norms = serving.client_state, spec.norms()
+    for i, row_P in enumerate(serving.models_KP[serving.row_M]):
+        values = before[kept.name, i], one.client_states[kept.name, i]
+        first, last = (norms.of(with_client_state(row_P, kept, value)) for value in values)
+        start_P = next(start_P for client, start_P in starts if client == i)
+        assert torch.equal(norms.of(start_P), first) and not close(norms.of(row_P), last, 1e-3)
+        if not kept.reads_data:
+            assert torch.equal(norms.of(predicting_row(row_P, kept, values[1])), last)
+    assert not torch.equal(norms.of(state.models_KP[0]), norms.of(one.model()))  # the mean of the clients'
+
+
+def test_a_personal_head_is_added_beside_the_norm_layers():
+    """FedRoD keeps p_i, (3, 4), and the norm layers in one vector."""
+    one, module = stage(), Residual().eval()
+    checked_method, state = play(one, FedRoD(norm="local"), None, None)
+    serving, spec = checked_method.serve(state, one.clients(round=3)), one.network.spec
+    evaluator = Evaluator(EvaluationConfig(local_samples=10**6), one.federation, one.backend, one.seed)
+    for i, scores in enumerate(evaluator.scores(serving, one.clients(round=3))):
+        row_P, value = state.models_KP[0].clone(), one.client_states["personal_head", i]
+        norms, p_CF = value[: spec.norms().count], value[spec.norms().count : -1].reshape(3, 4)
+        spec.norms().put(row_P, norms)
+        module.load_state_dict(spec.tensors(row_P), strict=False)
+        module.fc.weight.data += p_CF[:, :3]
+        module.fc.bias.data += p_CF[:, 3]
+        x, y = one.federation.test(i)
+        assert scores[2] == pytest.approx(cross_entropy(module(x), y).item(), abs=1e-5) and p_CF.abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("name", ["fedem", "fedavg_plus"])
+def test_mixtures_of_a_result_have_the_norm_layers_of_the_client(name, tmp_path):
+    """Its accuracy is that of the run."""
+    experiment = Experiment(
+        rounds=2,
+        methods=[{name: {"norm": "local", "num_models": 2}}],
+        data={"shift": {"kind": "brightness", "factors": [1.0, 0.3]}, "partition": {"clients": 4}},
+        model={"name": normed},
+        local={"epochs": 2, "batch_size": 32, "drop_last": True},
+        tracking={"enabled": False},
+        output=str(tmp_path),
+    )
+    result = simulate(experiment)[name]
+    accuracy_M = [(result.predict(result.test(i)[0], like=i) == result.test(i)[1].numpy()).mean() for i in range(4)]
+    assert result.final["accuracy"] == pytest.approx(np.mean(accuracy_M), abs=1e-6)
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])

@@ -61,6 +61,9 @@ def test_overlaps_and_collaborators():
     assert (collaborators(three, 1.0) == (np.eye(3, dtype=bool) | (three >= most))).all()
     assert (collaborators(three, 1.1) == np.eye(3, dtype=bool)).all()
     assert collaborators(np.ones((1, 1)), 0.5).tolist() == [[True]]
+    equal = np.where(np.eye(6, dtype=bool), 1, 0.2)
+    assert equal[~np.eye(6, dtype=bool)].mean() > 0.2, "by rounding"
+    assert all(collaborators(equal, progress).all() for progress in (0.01, 1.0, 1.5))
 
 
 def test_with_critical_parameters_alone_it_is_fedavg_with_uniform_weights():

@@ -125,6 +125,12 @@ def test_concepts_that_differ_from_the_start_are_found_if_each_client_has_a_firs
     assert later.num_clusters == 2 and (later.assign_N[:4] >= 0).all(), "others take the best model"
 
 
+def test_without_a_limit_only_models_that_are_compared_merge():
+    method, one = FedDrift(first_models="each", delta=np.inf, step_rounds=1), groups()
+    state = one.play(method, [0, 1, 2, 3], [0, 1])
+    assert state.num_clusters == 3 and state.assign_N[[2, 3]].tolist() == [1, 2]
+
+
 def test_more_clients_than_models_share_their_first_models_and_eager_cannot_have_them():
     with pytest.raises(ValueError, match="first_models must be one with eager"):
         FedDrift(first_models="each", eager=True)

@@ -51,6 +51,8 @@ def test_weights_of_special_cases():
     assert np.allclose(collaboration(v, far, 1e-3), np.eye(4))  # each alone
     assert np.allclose(collaboration(np.zeros(3), np.zeros((3, 2)), 0.0), 1 / 3)
     assert collaboration(np.ones(1), same[:1], 1e-3).tolist() == [[1.0]]
+    assert np.allclose(collaboration(np.ones(3), np.zeros((3, 2)), 0.5), 1 / 3)  # all weights are below 0.5
+    assert np.allclose(collaboration(np.array([1, 3, 12]), np.zeros((3, 2)), 0.5), [1, 0, 0])  # 12, 4, 1 of 17
 
 
 def test_weights_of_matrices_that_are_singular_up_to_rounding():

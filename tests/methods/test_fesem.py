@@ -156,6 +156,15 @@ class TestOtherOptions(EnginesAndCheckpoints):
     METHOD = FeSEM(num_clusters=2, features="all", reseed=True, sketch=64, weights="uniform")
 
 
+def test_newcomers_upload_only_the_layers_that_are_compared():
+    """Their models are not averaged. A model down, 30 weights of a convolution among them; 52 numbers up."""
+    net = lambda: nn.Sequential(nn.Conv2d(1, 3, 3), nn.Flatten(), nn.Linear(12, 4))
+    one, method = Stage(planted(), net, LocalSGD(lr=0.1)), FeSEM(num_clusters=2)
+    state = one.play(method, [0, 1, 2, 3])
+    method.join(state, one.clients([5, 6], round=2))
+    assert floats(one) == (2 * (30 + 52), 2 * 52)
+
+
 class TestComingAndGoing(Centres):
     METHOD, FIRST = FeSEM(num_clusters=2), "cluster"
 

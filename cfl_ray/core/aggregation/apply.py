@@ -186,7 +186,7 @@ def uploaded_columns(size: int, state: ClientState | None) -> Columns:
     everything = Columns(((0, size),))
     if state is None or not state.private:
         return everything
-    return (state.columns or everything).others(size)
+    return (state.private_columns or everything).others(size)
 
 
 def try_rule(rule: ColumnRule | WeightRule | ClippingRule, count: int) -> None:

@@ -175,8 +175,10 @@ def _stored_of(
     if isinstance(work, CombineColumns):
         first = int(part[0]) * len(work.members)
         return LazyTensors(stored[0], [places[first + i][0] for i in range(len(work.members))])
-    of_client = {i: places[client] for i, client in enumerate(part.tolist()) if client in places}
-    tensors = {i: [tensor_of(stored[at], position) for at, position in of] for i, of in of_client.items()}
+    count = work.states_per_client
+    positions = np.add.outer(part * count, np.arange(count)).ravel().tolist()
+    found = {i: places[at] for i, at in enumerate(positions) if at in places}
+    tensors = {i: [tensor_of(stored[at], position) for at, position in of] for i, of in found.items()}
     return {i: parts[0] if len(parts) == 1 else torch.cat(parts) for i, parts in tensors.items()}
 
 
