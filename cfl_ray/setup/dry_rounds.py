@@ -53,6 +53,7 @@ class DryBackend(KeepsClientStates):
     shape: DataShape
     size: int = 0  # samples of every client, for `work`; 0: it is not counted
     # ---- counted
+    most_clients: int = 0  # of an exchange
     deferred: set[int] = field(default_factory=set)  # number of clients of each exchange with deferred results
     client_states: ClientStateStore = field(default_factory=ClientStateStore)  # stays empty
     work: Counter[str] = field(default_factory=Counter)  # samples "trained", one for each gradient, and "tested"
@@ -73,7 +74,8 @@ class DryBackend(KeepsClientStates):
         return Outcome(arrays, {}, None if work.averaging is None else np.zeros(work.averaging.num_rows))
 
     def _note(self, work: Work) -> None:
-        """Notes deferred results, batches, readers of features, and what a client keeps."""
+        """Notes clients, deferred results, batches, readers of features, and what a client keeps."""
+        self.most_clients = max(self.most_clients, len(np.unique(work.ids_M)))
         if isinstance(work, Train):
             self.batches.add((work.local.batch_size or 0, work.program.batches_per_step))
             if work.defer_aggregation:
@@ -248,6 +250,19 @@ class TrafficEstimate:
     models: int  # cluster models after these rounds
     deferred: int  # results that stay in the object store until they can be averaged
     kept: dict[str, int]  # floats that a client keeps between rounds, by name
+    clients: tuple[int, ...] = ()  # most clients of an exchange, in each of these rounds
+    cohort: int = 0  # clients of a round
+
+    def of_clients(self, uploads: float, unused: float) -> "TrafficEstimate":
+        """The same if so many clients of a cohort upload, and so many others receive models alone.
+
+        In rounds in which all clients take part, the same share of them uploads, and there are no others.
+        """
+        up = uploads / self.cohort
+        down = (uploads + unused) / self.cohort
+        shares = ((up if clients > self.cohort else down, up) for clients in self.clients)
+        pairs = zip(self.rounds, shares, strict=True)
+        return replace(self, rounds=tuple((sent[0] * share[0], sent[1] * share[1]) for sent, share in pairs))
 
     @property
     def mixed(self) -> int:
@@ -261,17 +276,18 @@ class TrafficEstimate:
 
 def traffic(dry: DryRounds) -> TrafficEstimate:
     """The traffic of a method, counted up to a round of its last phase."""
-    mbit, models, backend = [], 0, DryBackend(dry.spec, dry.shape)
+    mbit, clients, models, backend = [], [], 0, DryBackend(dry.spec, dry.shape)
     with one_thread():  # as the server
         for state, stats in dry.play(backend, to_last_phase=True):
             down, up = stats.traffic.down_bits, stats.traffic.up_bits
             mbit.append((down / dry.num_clients / 1e6, up / dry.num_clients / 1e6))
-            models = state.num_clusters
+            clients.append(backend.most_clients)
+            models, backend.most_clients = state.num_clusters, 0
     if isinstance(dry.method.aggregation_rule, Mean):
         deferred = max(backend.deferred, default=0)
     else:
         deferred = dry.cohort * backend.kept.get(KEPT_WEIGHTS, 1)  # a robust rule needs all results together
-    return TrafficEstimate(rounds=tuple(mbit), models=models, deferred=deferred, kept=backend.kept)
+    return TrafficEstimate(tuple(mbit), models, deferred, backend.kept, tuple(clients), dry.cohort)
 
 
 def load_of(dry: DryRounds) -> Load:

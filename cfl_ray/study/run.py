@@ -185,9 +185,9 @@ class _Launch:
         self.runs = first = plan(self.study, only, trials_of(self.study).first())
         if not first:
             raise ConfigError(f"study {study.name} has no run that is selected")
-        if self.study.sweep is not None:
+        if (sweep := self.study.sweep) is not None:
+            _check_halving(sweep, first)
             self.study = self.study.with_metric(metric_of(self.study, first))
-            _check_halving(self.study.sweep, first)
         self.trials: Trials = trials_of(self.study)
         self.experiment: Experiment = first[0].experiment
         self.root = Path(folder or Path(self.experiment.output) / study.name).absolute()
