@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import CodeType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,7 +21,7 @@ from torch import Tensor
 from cfl_ray.clock.devices import Load
 from cfl_ray.core.aggregation.rules import Mean
 from cfl_ray.core.checked_method import CheckedMethod
-from cfl_ray.core.client_program import ClientProgram, Forward, first_numbers
+from cfl_ray.core.client_program import Batch, ClientProgram, Forward, first_numbers
 from cfl_ray.core.clients import Clients, RoundStats
 from cfl_ray.core.describing import CheckedFunction
 from cfl_ray.core.local_sgd import LocalSGD
@@ -34,7 +35,7 @@ from cfl_ray.core.versions import NotAsynchronous, Received, Versions
 from cfl_ray.core.work import Describe, Losses, Outcome, Train, Weigh, Work
 from cfl_ray.data.federation import DataShape
 from cfl_ray.engine.client_state import ClientStateStore, KeepsClientStates
-from cfl_ray.engine.local_steps import direction
+from cfl_ray.engine.local_steps import direction, scalar_loss
 from cfl_ray.errors import UserError, counted
 from cfl_ray.plugins.calling import place_of
 from cfl_ray.privacy.noisy_sums import PrivateRun
@@ -98,25 +99,30 @@ class DryBackend(KeepsClientStates):
         """Adds the samples that the clients train and test to `work`."""
         num_clients, tests = len(work.ids_M), int(work.frozen_model is not None)
         if isinstance(work, Train):
-            cost_M = work.cost_M(np.full(num_clients, self.size))
-            self.work["trained"] += int(cost_M.sum()) * self._gradients(work)
+            cost, counted = int(work.cost_M(np.full(num_clients, self.size)).sum()), self._passes(work)
+            self.work["trained"] += cost * counted.gradients
+            self.work["tested"] += cost * counted.forwards
             tests += work.program.overrides("weigh")  # for each entry of a client and a model
         elif isinstance(work, Losses | Weigh):
             tests += len(work.tables[0])
         samples = min(work.max_samples or self.size, self.size) if isinstance(work, Losses) else self.size
         self.work["tested"] += num_clients * tests * samples
 
-    def _gradients(self, work: Train) -> int:
-        """Number of gradients in a local step, each on one batch."""
+    def _passes(self, work: Train) -> "CountedGradient":
+        """The gradients and forward passes of a local step, each on one batch."""
         program, w_P, given = work.program, torch.ones(self.spec.trained), work.given
-        if not program.overrides("step"):
-            return 1
         names = {*given.models, program.kept_model} - {""}
         numbers = {name: torch.ones(values_M.shape[1:]) for name, values_M in given.number_of.items()}
-        kept = first_numbers(program, self.spec)
-        gradient = CountedGradient(self.spec, self.shape)
-        direction(program, gradient, w_P, {name: w_P.clone() for name in names} | numbers | kept, 0)
-        return gradient.passes
+        held = {name: w_P.clone() for name in names} | numbers | first_numbers(program, self.spec)
+        of_step, of_loss = CountedGradient(self.spec, self.shape), CountedGradient(self.spec, self.shape)
+        if program.overrides("step"):
+            direction(program, of_step, w_P, dict(held), 0)
+        else:
+            of_step.gradients = 1
+        if _names(program, "loss", "forward"):
+            scalar_loss(program, of_loss.batch(), held)
+        of_step.forwards += of_step.gradients * of_loss.forwards
+        return of_step
 
     def num_features(self, work: Describe) -> int:
         """Number of floats that the function of `work` returns: by its attribute `floats`, else as in a gradient."""
@@ -130,8 +136,18 @@ class DryBackend(KeepsClientStates):
 def _reads_features(program: ClientProgram) -> bool:
     """Whether a program has a loss, whose batches have features, or a hook that names a function that returns them."""
     named = {"weigh": "features", "begin": "features", "step": "forward", "finish": "features"}
-    codes = {hook: getattr(getattr(type(program), hook), "__code__", None) for hook in named}
-    return program.overrides("loss") or any(code and named[hook] in code.co_names for hook, code in codes.items())
+    return program.overrides("loss") or any(_names(program, hook, name) for hook, name in named.items())
+
+
+def _names(program: ClientProgram, hook: str, name: str) -> bool:
+    """Whether the code of a hook, or of an expression or function within it, has this name."""
+    codes = [getattr(getattr(type(program), hook), "__code__", None)]
+    for code in codes:  # grows by the codes within it
+        if code is not None:
+            if name in code.co_names:
+                return True
+            codes += [const for const in code.co_consts if isinstance(const, CodeType)]
+    return False
 
 
 @dataclass
@@ -140,14 +156,26 @@ class CountedGradient:
 
     spec: ParamSpec
     shape: DataShape
-    passes: int = 0
+    gradients: int = 0
+    forwards: int = 0
 
     def __call__(self, w: Tensor, batch: int) -> Tensor:
-        self.passes += 1
+        self.gradients += 1
         return torch.ones_like(w)
 
+    def batch(self) -> Batch:
+        """A batch of ones for a loss, whose forward passes count."""
+        seen = self._ones()
+        features, outputs = (ones.requires_grad_() for ones in (seen.features, seen.outputs))
+        return Batch(
+            features.sum() + outputs.sum(), features, outputs, seen.y, seen.real_B, lambda model: self.forward(model, 0)
+        )
+
     def forward(self, w: Tensor | str, batch: int) -> Forward:
-        self.passes += 1
+        self.forwards += 1
+        return self._ones()
+
+    def _ones(self) -> Forward:
         matrices = [shape for shape in self.spec.shapes[: self.spec.num_params] if len(shape) == 2]
         features = matrices[-1][-1:] if matrices else (1,)  # the inputs of a linear last layer
         y = torch.zeros(1, *self.shape.target_shape, dtype=torch.int64)
