@@ -29,7 +29,7 @@ from cfl_ray.engine.timing import time_engines
 from cfl_ray.errors import ConfigError, counted
 from cfl_ray.nn.network import Network
 from cfl_ray.nn.precision import products_in
-from cfl_ray.population.population import Population, count_of
+from cfl_ray.population.population import Population
 from cfl_ray.privacy.examples import describe as describe_examples
 from cfl_ray.privacy.privacy_plan import describe
 from cfl_ray.report.drawing import listed
@@ -126,39 +126,57 @@ def estimate(experiment: Experiment, summary: FederationSummary | None = None) -
     summary = summary or _summary_of(experiment)
     setup = setup_on(experiment, _stand_in(summary, experiment.seed))
     check_machine(setup)
-    online, network = len(population_of(experiment, summary.clients).online), setup.network()
-    cohort = experiment.asynchronous.buffer or experiment.cohort.clients or count_of(experiment.cohort.fraction, online)
+    population, network = population_of(experiment, summary.clients), setup.network()
+    cohort = experiment.asynchronous.buffer or wanted_clients(experiment.cohort, population)
     compared = {
         label: (count, count**2 * method.pair_bytes)
         for label, method in setup.methods.items()
         if (count := compared_clients(setup, label))
     }
     sent = {label: traffic(replace(setup.dry_rounds(label, network.spec), cohort=cohort)) for label in setup.methods}
-    timed = {label: time_of_a_round(setup, label) for label in setup.methods} if setup.clock else {}
-    seconds = {label: seconds for label, (seconds, _) in timed.items()}
-    late = {label: share for label, (_, share) in timed.items()} if setup.clock and setup.clock.deadline else {}
-    return Estimate(setup, summary, online, cohort, network, compared, sent, seconds, late)
+    played = {label: played_rounds(setup, label) for label in setup.methods if _may_miss_clients(setup)}
+    if setup.asynchrony is None:
+        sent |= {label: sent[label].of_clients(rounds.uploads, rounds.unused) for label, rounds in played.items()}
+    seconds = {label: rounds.seconds for label, rounds in played.items()} if setup.clock else {}
+    late = {label: rounds.late for label, rounds in played.items()} if setup.clock and setup.clock.deadline else {}
+    return Estimate(setup, summary, len(population.online), cohort, network, compared, sent, seconds, late)
 
 
-def time_of_a_round(setup: Setup, label: str) -> tuple[float, float]:
-    """Returns the mean virtual seconds of a round, and the share of the selected clients that miss its deadline.
+def _may_miss_clients(setup: Setup) -> bool:
+    """Whether a round may have other clients than it wants, or takes virtual time."""
+    return setup.clock is not None or setup.experiment.cohort.dropout > 0 or not setup.availability.always
 
-    Means over the method's first rounds, at most 20, without clients that join or leave.
-    """
+
+@dataclass(frozen=True)
+class PlayedRounds:
+    """Means over a method's first rounds, at most 20, without training and without clients that join or leave."""
+
+    seconds: float  # virtual time; 0 without a clock
+    late: float  # share of the selected clients that miss the deadline
+    uploads: float  # clients that upload
+    unused: float  # clients that receive models, and whose work does not count
+
+
+def played_rounds(setup: Setup, label: str) -> PlayedRounds:
+    """Draws the cohorts of the first rounds, and finds whom they wait for."""
     federation, experiment, rounds = setup.federation, setup.experiment, min(setup.experiment.rounds, 20)
     time = setup.time_of(label, setup.network().spec, lambda ids: federation.num_samples_N[ids])
-    assert time is not None
     population = population_of(experiment, federation.num_clients)
     if setup.asynchrony is not None:
+        assert time is not None
         _play_server_steps(setup, time, population, rounds)
-        return time.now / rounds, 0.0
-    availability, selected, missed = time.available(setup.availability), 0, 0
+        return PlayedRounds(time.now / rounds, 0.0, setup.asynchrony.buffer, 0.0)
+    availability = setup.availability if time is None else time.available(setup.availability)
+    selected = missed = uploads = 0
     for round in range(1, rounds + 1):
         cohort = drawn_cohort(experiment.cohort, population, availability, round)
         selected += len(cohort.ids_M)
-        missed += time.wait_for(round, cohort, awaited_clients(experiment.cohort, population, cohort)).past_deadline
-        time.end_round()
-    return time.now / rounds, missed / max(selected, 1)
+        if time is not None:
+            cohort = time.wait_for(round, cohort, awaited_clients(experiment.cohort, population, cohort))
+            time.end_round()
+        uploads, missed = uploads + len(cohort.ids_M), missed + cohort.past_deadline
+    seconds = 0.0 if time is None else time.now / rounds
+    return PlayedRounds(seconds, missed / max(selected, 1), uploads / rounds, (selected - uploads) / rounds)
 
 
 def _play_server_steps(setup: Setup, time: VirtualTime, population: Population, steps: int) -> None:

@@ -128,13 +128,15 @@ class ClassesConfig(LabelSkewConfig):
     key_of_groups = "classes_per_group"
     classes_per_client: int = Field(2, ge=1, description="number of classes of a client")
     classes_per_group: int = Field(
-        3, ge=1, description="number of classes of a group; all classes are used equally often"
+        3,
+        ge=1,
+        description="number of classes of a group; all classes are used equally often, or some once more",
     )
     share_alpha: Alpha | None = Field(
         None,
         description="concentration of the Dirichlet distribution of a class's samples over the clients that have it, "
-        "so that clients have random sizes (1: all divisions are equally likely); each of them has at least one sample "
-        "of the class. null: even shares",
+        "so that clients have random sizes (1: all divisions are equally likely, up to rounding); each has at least "
+        "one sample of the class. null: even shares",
     )
 
     @model_validator(mode="after")

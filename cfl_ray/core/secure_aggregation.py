@@ -63,8 +63,8 @@ class SecureAggregation:
             )
 
     def least(self, num_clients: int) -> int:
-        """Of so many clients that agree on masks, those that have to report."""
-        return max(1, math.ceil(self.threshold * num_clients))
+        """Of so many clients that agree on masks, or neighbours of one, those that have to report."""
+        return max(1, math.ceil(self.threshold * num_clients - 1e-9))  # the product in float64 may be a little more
 
     def of(
         self,
@@ -86,9 +86,9 @@ class SecureAggregation:
         weight_E = np.rint(weight_E / most * unit) / unit
         scaled = replace(averaging, weight_E=weight_E, total_R=total_R, of_changes=True)
         neighbour_NX = self.graph(ids_N, address)
-        needed = max(1, math.ceil(self.threshold * neighbour_NX.shape[1]))
+        needed, least = self.least(neighbour_NX.shape[1]), self.least(len(ids_N))
         neighbour_MX = neighbour_NX[np.searchsorted(ids_N, ids_M)]
-        return scaled, SecureSum(self.clip, unit, self.bits, needed, self.least(len(ids_N)), neighbour_MX, private)
+        return scaled, SecureSum(self.clip, unit, self.bits, needed, least, neighbour_MX, private)
 
     def graph(self, ids_N: np.ndarray, address: Address) -> np.ndarray:
         """The neighbours of each client, int64 ids (N, X): those next to it on a random circle."""

@@ -68,6 +68,12 @@ class ReplayedFederation(FederationView):
     def holdout(self, client: int) -> TensorSamples:
         return _union([federation.holdout(client) for federation in self._of(client)])
 
+    def num_test_samples(self, clients: np.ndarray) -> np.ndarray:
+        parts = (
+            [federation.num_test_samples(np.array([client])) for federation in self._of(client)] for client in clients
+        )
+        return np.array([np.sum(of_client) for of_client in parts], np.int64)
+
     def test(self, client: int, max_samples: int | None = None, seed: int = 0) -> TensorSamples:
         return _union([federation.test(client, max_samples, seed) for federation in self._of(client)])
 

@@ -38,16 +38,19 @@ class ValidationShare:
 def drawn_per_class(y: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
     """`count` rows, ascending, with the share of each class in all rows, rounded by largest remainders.
 
-    A class gets a sample more by rounding up only if it has others left, or no other class does. Targets that are not
-    integers (n,) are one class.
+    A class gives its last sample by rounding up only if no class has others left; until then those that have some give
+    more. Targets that are not integers (n,) are one class.
     """
     label_n = y if y.ndim == 1 and y.dtype.kind in "iu" else np.zeros(len(y), np.int64)
     _, class_n, size_C = np.unique(label_n, return_inverse=True, return_counts=True)
     exact_C = size_C * count / max(len(y), 1)
     count_C = np.floor(exact_C).astype(np.int64)
-    ties_C, empties_C = rng.random(len(size_C)), count_C + 1 >= size_C
-    rounded_up = np.lexsort((ties_C, count_C - exact_C, empties_C))[: count - int(count_C.sum())]
-    count_C[rounded_up] += 1
+    ties_C = rng.random(len(size_C))
+    while (missing := count - int(count_C.sum())) > 0:
+        left_C = size_C - count_C
+        gives_C = left_C > (1 if left_C.max() > 1 else 0)
+        rounded_up = np.lexsort((ties_C, count_C - exact_C, ~gives_C))[: min(missing, int(gives_C.sum()))]
+        count_C[rounded_up] += 1
     shuffled = rng.permutation(len(y))
     by_class = shuffled[np.argsort(class_n[shuffled], kind="stable")]
     first_C = np.cumsum(size_C) - size_C

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from math import ceil
 
 import numpy as np
 
@@ -15,6 +16,11 @@ from cfl_ray.population.availability import ALWAYS, Availability, Chances
 def count_of(fraction: float, count: int) -> int:
     """floor(fraction * count), at least 1; exact: 0.29 of 100 is 29, although the float64 product is less."""
     return max(1, int(fraction * count + 1e-9))
+
+
+def selected_of(wanted: int, over_selection: float) -> int:
+    """ceil(over_selection * wanted); exact: 1.1 times 10 is 11, although the float64 product is more."""
+    return ceil(over_selection * wanted - 1e-9)
 
 
 @dataclass(frozen=True)

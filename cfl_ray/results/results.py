@@ -97,11 +97,14 @@ def _backward_transfer(
 ) -> float:
     before = own[own["round"] < round].dropna(subset=score).groupby("client")[score].last()
     now: dict[int, float] = {}
-    for reported, diagnostic in sorted(past_scores.items()):
-        if reported >= round:
-            again = {client for at, others in changed.items() if round < at <= reported for client in others}
-            scores = zip(diagnostic.labels[0].tolist(), diagnostic.value.tolist(), strict=True)
-            now |= {client: value for client, value in scores if client in ids - again}
+    for evaluated in sorted(set(own["round"][own["round"] >= round].tolist())):
+        # scores that are as in the evaluation before are not reported again
+        reported = max((at for at in past_scores if at <= evaluated), default=None)
+        if reported is not None:
+            labels, scores = past_scores[reported].labels[0].tolist(), past_scores[reported].value.tolist()
+            again = {client for at, others in changed.items() if round < at <= evaluated for client in others}
+            kept = ids.intersection(own["client"][own["round"] == evaluated]) - again
+            now |= {client: value for client, value in zip(labels, scores, strict=True) if client in kept}
     differences = [value - before[client] for client, value in now.items() if client in before.index]
     return float("nan") if np.isnan(differences).all() else float(np.nanmean(differences))
 

@@ -3,7 +3,6 @@
 Clients join and leave, and their data change, by the schedule and by requests to the live run.
 """
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +10,7 @@ import numpy as np
 from cfl_ray.config.cohort import CohortConfig
 from cfl_ray.data.federation import Federation
 from cfl_ray.population.availability import Availability
-from cfl_ray.population.population import Cohort, Population, count_of
+from cfl_ray.population.population import Cohort, Population, count_of, selected_of
 from cfl_ray.runtime.requests import Requests
 from cfl_ray.setup.scheduled_changes import population_of
 from cfl_ray.setup.setup import Setup
@@ -93,7 +92,7 @@ def wanted_clients(settings: CohortConfig, population: Population) -> int:
 def drawn_cohort(settings: CohortConfig, population: Population, availability: Availability, round: int) -> Cohort:
     """The cohort of a round, with over-selection."""
     factor, is_poisson = settings.over_selection, settings.sampling == "poisson"
-    clients = settings.clients if factor == 1 else math.ceil(wanted_clients(settings, population) * factor - 1e-9)
+    clients = settings.clients if factor == 1 else selected_of(wanted_clients(settings, population), factor)
     return population.draw(round, settings.fraction, clients, availability, settings.dropout, is_poisson)
 
 

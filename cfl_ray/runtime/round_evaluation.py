@@ -18,6 +18,7 @@ from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
 from cfl_ray.core.work import TEST, VALIDATION
 from cfl_ray.data.federation import Federation
+from cfl_ray.data.replay import ReplayedFederation
 from cfl_ray.nn.network import Network
 from cfl_ray.population.population import Cohort
 from cfl_ray.runtime.evaluation import (
@@ -325,7 +326,11 @@ class RoundEvaluation(LoopPart):
         past = chosen.replaying([(int(changed) - 1,) for changed in changed_N[chosen.ids_M]])
         score_M = self.evaluator.scores(serving.select(chosen_M), past)[:, 0]
         diagnostics.add(PAST_SCORES, _storable(score_M), (CLIENTS,), chosen.ids_M)
-        stats.metrics[f"{self.primary}_past"] = self._mean(TEST, score_M, past)
+        tested = self.evaluator
+        if past.replay is not None:
+            rounds_of = dict(zip(past.ids_M.tolist(), past.replay.rounds_M, strict=True))
+            tested = replace(tested, federation=ReplayedFederation(federation, stats.round, rounds_of))
+        stats.metrics[f"{self.primary}_past"] = mean_of_defined(score_M, tested.weights(TEST, past, score_M))
         return diagnostics
 
     def _labels_of_compared(self, round: int, tests: RoundStats) -> Diagnostics:

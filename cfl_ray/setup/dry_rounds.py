@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import CodeType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,7 +21,7 @@ from torch import Tensor
 from cfl_ray.clock.devices import Load
 from cfl_ray.core.aggregation.rules import Mean
 from cfl_ray.core.checked_method import CheckedMethod
-from cfl_ray.core.client_program import ClientProgram, Forward, first_numbers
+from cfl_ray.core.client_program import Batch, ClientProgram, Forward, first_numbers
 from cfl_ray.core.clients import Clients, RoundStats
 from cfl_ray.core.describing import CheckedFunction
 from cfl_ray.core.local_sgd import LocalSGD
@@ -34,7 +35,7 @@ from cfl_ray.core.versions import NotAsynchronous, Received, Versions
 from cfl_ray.core.work import Describe, Losses, Outcome, Train, Weigh, Work
 from cfl_ray.data.federation import DataShape
 from cfl_ray.engine.client_state import ClientStateStore, KeepsClientStates
-from cfl_ray.engine.local_steps import direction
+from cfl_ray.engine.local_steps import direction, scalar_loss
 from cfl_ray.errors import UserError, counted
 from cfl_ray.plugins.calling import place_of
 from cfl_ray.privacy.noisy_sums import PrivateRun
@@ -53,6 +54,7 @@ class DryBackend(KeepsClientStates):
     shape: DataShape
     size: int = 0  # samples of every client, for `work`; 0: it is not counted
     # ---- counted
+    most_clients: int = 0  # of an exchange
     deferred: set[int] = field(default_factory=set)  # number of clients of each exchange with deferred results
     client_states: ClientStateStore = field(default_factory=ClientStateStore)  # stays empty
     work: Counter[str] = field(default_factory=Counter)  # samples "trained", one for each gradient, and "tested"
@@ -73,7 +75,8 @@ class DryBackend(KeepsClientStates):
         return Outcome(arrays, {}, None if work.averaging is None else np.zeros(work.averaging.num_rows))
 
     def _note(self, work: Work) -> None:
-        """Notes deferred results, batches, readers of features, and what a client keeps."""
+        """Notes clients, deferred results, batches, readers of features, and what a client keeps."""
+        self.most_clients = max(self.most_clients, len(np.unique(work.ids_M)))
         if isinstance(work, Train):
             self.batches.add((work.local.batch_size or 0, work.program.batches_per_step))
             if work.defer_aggregation:
@@ -96,25 +99,30 @@ class DryBackend(KeepsClientStates):
         """Adds the samples that the clients train and test to `work`."""
         num_clients, tests = len(work.ids_M), int(work.frozen_model is not None)
         if isinstance(work, Train):
-            cost_M = work.cost_M(np.full(num_clients, self.size))
-            self.work["trained"] += int(cost_M.sum()) * self._gradients(work)
+            cost, counted = int(work.cost_M(np.full(num_clients, self.size)).sum()), self._passes(work)
+            self.work["trained"] += cost * counted.gradients
+            self.work["tested"] += cost * counted.forwards
             tests += work.program.overrides("weigh")  # for each entry of a client and a model
         elif isinstance(work, Losses | Weigh):
             tests += len(work.tables[0])
         samples = min(work.max_samples or self.size, self.size) if isinstance(work, Losses) else self.size
         self.work["tested"] += num_clients * tests * samples
 
-    def _gradients(self, work: Train) -> int:
-        """Number of gradients in a local step, each on one batch."""
+    def _passes(self, work: Train) -> "CountedGradient":
+        """The gradients and forward passes of a local step, each on one batch."""
         program, w_P, given = work.program, torch.ones(self.spec.trained), work.given
-        if not program.overrides("step"):
-            return 1
         names = {*given.models, program.kept_model} - {""}
         numbers = {name: torch.ones(values_M.shape[1:]) for name, values_M in given.number_of.items()}
-        kept = first_numbers(program, self.spec)
-        gradient = CountedGradient(self.spec, self.shape)
-        direction(program, gradient, w_P, {name: w_P.clone() for name in names} | numbers | kept, 0)
-        return gradient.passes
+        held = {name: w_P.clone() for name in names} | numbers | first_numbers(program, self.spec)
+        of_step, of_loss = CountedGradient(self.spec, self.shape), CountedGradient(self.spec, self.shape)
+        if program.overrides("step"):
+            direction(program, of_step, w_P, dict(held), 0)
+        else:
+            of_step.gradients = 1
+        if _names(program, "loss", "forward"):
+            scalar_loss(program, of_loss.batch(), held)
+        of_step.forwards += of_step.gradients * of_loss.forwards
+        return of_step
 
     def num_features(self, work: Describe) -> int:
         """Number of floats that the function of `work` returns: by its attribute `floats`, else as in a gradient."""
@@ -128,8 +136,18 @@ class DryBackend(KeepsClientStates):
 def _reads_features(program: ClientProgram) -> bool:
     """Whether a program has a loss, whose batches have features, or a hook that names a function that returns them."""
     named = {"weigh": "features", "begin": "features", "step": "forward", "finish": "features"}
-    codes = {hook: getattr(getattr(type(program), hook), "__code__", None) for hook in named}
-    return program.overrides("loss") or any(code and named[hook] in code.co_names for hook, code in codes.items())
+    return program.overrides("loss") or any(_names(program, hook, name) for hook, name in named.items())
+
+
+def _names(program: ClientProgram, hook: str, name: str) -> bool:
+    """Whether the code of a hook, or of an expression or function within it, has this name."""
+    codes = [getattr(getattr(type(program), hook), "__code__", None)]
+    for code in codes:  # grows by the codes within it
+        if code is not None:
+            if name in code.co_names:
+                return True
+            codes += [const for const in code.co_consts if isinstance(const, CodeType)]
+    return False
 
 
 @dataclass
@@ -138,14 +156,26 @@ class CountedGradient:
 
     spec: ParamSpec
     shape: DataShape
-    passes: int = 0
+    gradients: int = 0
+    forwards: int = 0
 
     def __call__(self, w: Tensor, batch: int) -> Tensor:
-        self.passes += 1
+        self.gradients += 1
         return torch.ones_like(w)
 
+    def batch(self) -> Batch:
+        """A batch of ones for a loss, whose forward passes count."""
+        seen = self._ones()
+        features, outputs = (ones.requires_grad_() for ones in (seen.features, seen.outputs))
+        return Batch(
+            features.sum() + outputs.sum(), features, outputs, seen.y, seen.real_B, lambda model: self.forward(model, 0)
+        )
+
     def forward(self, w: Tensor | str, batch: int) -> Forward:
-        self.passes += 1
+        self.forwards += 1
+        return self._ones()
+
+    def _ones(self) -> Forward:
         matrices = [shape for shape in self.spec.shapes[: self.spec.num_params] if len(shape) == 2]
         features = matrices[-1][-1:] if matrices else (1,)  # the inputs of a linear last layer
         y = torch.zeros(1, *self.shape.target_shape, dtype=torch.int64)
@@ -248,6 +278,19 @@ class TrafficEstimate:
     models: int  # cluster models after these rounds
     deferred: int  # results that stay in the object store until they can be averaged
     kept: dict[str, int]  # floats that a client keeps between rounds, by name
+    clients: tuple[int, ...] = ()  # most clients of an exchange, in each of these rounds
+    cohort: int = 0  # clients of a round
+
+    def of_clients(self, uploads: float, unused: float) -> "TrafficEstimate":
+        """The same if so many clients of a cohort upload, and so many others receive models alone.
+
+        In rounds in which all clients take part, the same share of them uploads, and there are no others.
+        """
+        up = uploads / self.cohort
+        down = (uploads + unused) / self.cohort
+        shares = ((up if clients > self.cohort else down, up) for clients in self.clients)
+        pairs = zip(self.rounds, shares, strict=True)
+        return replace(self, rounds=tuple((sent[0] * share[0], sent[1] * share[1]) for sent, share in pairs))
 
     @property
     def mixed(self) -> int:
@@ -261,17 +304,18 @@ class TrafficEstimate:
 
 def traffic(dry: DryRounds) -> TrafficEstimate:
     """The traffic of a method, counted up to a round of its last phase."""
-    mbit, models, backend = [], 0, DryBackend(dry.spec, dry.shape)
+    mbit, clients, models, backend = [], [], 0, DryBackend(dry.spec, dry.shape)
     with one_thread():  # as the server
         for state, stats in dry.play(backend, to_last_phase=True):
             down, up = stats.traffic.down_bits, stats.traffic.up_bits
             mbit.append((down / dry.num_clients / 1e6, up / dry.num_clients / 1e6))
-            models = state.num_clusters
+            clients.append(backend.most_clients)
+            models, backend.most_clients = state.num_clusters, 0
     if isinstance(dry.method.aggregation_rule, Mean):
         deferred = max(backend.deferred, default=0)
     else:
         deferred = dry.cohort * backend.kept.get(KEPT_WEIGHTS, 1)  # a robust rule needs all results together
-    return TrafficEstimate(rounds=tuple(mbit), models=models, deferred=deferred, kept=backend.kept)
+    return TrafficEstimate(tuple(mbit), models, deferred, backend.kept, tuple(clients), dry.cohort)
 
 
 def load_of(dry: DryRounds) -> Load:

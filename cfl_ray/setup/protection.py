@@ -1,6 +1,5 @@
 """Privacy and secure sums of a setup, planned and checked by rounds without training."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -15,6 +14,7 @@ from cfl_ray.core.secure_aggregation import SecureAggregation
 from cfl_ray.data.federation import Federation
 from cfl_ray.errors import ConfigError
 from cfl_ray.nn.network import Network
+from cfl_ray.population.population import selected_of
 from cfl_ray.privacy.examples import ExampleAccount, delta_of
 from cfl_ray.privacy.noisy_sums import PrivateRun, rounded_norm
 from cfl_ray.privacy.privacy_plan import PrivacyPlan, privacy_plan_of
@@ -155,7 +155,7 @@ def _latecomers(setup: Setup) -> bool:
 def _most_masked(setup: Setup) -> int:
     """The maximum number of clients in a secure sum."""
     poisson, cohort = setup.experiment.cohort.sampling == "poisson", setup.division.cohort
-    selected = math.ceil(cohort * setup.experiment.cohort.over_selection)
+    selected = selected_of(cohort, setup.experiment.cohort.over_selection)
     return setup.federation.num_clients if poisson else min(selected, setup.federation.num_clients)
 
 

@@ -60,6 +60,37 @@ def test_estimated_traffic_counts_all_phases(tmp_path):
         assert found.traffic[label].total(8) == pytest.approx(total), label
 
 
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"cohort": {"clients": 6, "dropout": 0.3}},
+        {"cohort": {"clients": 6, "availability": {"kind": "bernoulli", "chance": 0.3}}},
+        {"cohort": {"clients": 6, "over_selection": 1.5}, "clock": {"kind": "lognormal"}},
+        {"cohort": {"clients": 6}, "clock": {"kind": "lognormal", "seconds_per_sample": 0.1, "deadline": 3}},
+    ],
+)
+def test_estimated_traffic_is_that_of_the_clients_that_take_part(tmp_path, sections):
+    """Clients that drop out send nothing, late and surplus ones receive models alone."""
+    experiment = cfl_ray.Experiment(
+        rounds=5,
+        methods=["fedavg", {"ifca": {"num_clusters": 3}}],
+        data={"source": "synthetic", "synthetic_shape": [6], "synthetic_samples": 20, "partition": {"clients": 12}},
+        tracking={"enabled": False},
+        output=str(tmp_path),
+        **sections,
+    )
+    found, results = estimate.estimate(experiment), cfl_ray.simulate(experiment)
+    for label, result in results.methods.items():
+        total = result.final["mbit_down"] + result.final["mbit_up"]
+        assert found.traffic[label].total(5) == pytest.approx(total, rel=1e-9), label
+
+
+def test_a_round_of_all_clients_has_no_surplus():
+    sent = estimate.TrafficEstimate(((8.0, 8.0), (4.0, 4.0)), 1, 0, {}, clients=(12, 6), cohort=6)
+    assert sent.of_clients(uploads=6, unused=3).rounds == ((8, 8), (6, 4))
+    assert sent.of_clients(uploads=3, unused=0).rounds == ((4, 4), (2, 2))
+
+
 def test_every_step_of_a_method_is_tried():
     """The first state, a round and the models that clients predict with."""
     for broken, message in (

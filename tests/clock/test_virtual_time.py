@@ -408,6 +408,7 @@ def test_keys_without_effect_are_named():
         ("per_fedavg", 1, 1, 1, 0),  # two batches in half as many steps
         ("pfedme", 1, 1, 5, 0),  # five gradients of each batch
         ("apfl", 1, 1, 2, 0),  # the gradients of both models
+        ("moon", 1, 1, 1, 2 * 3),  # passes of two models on every batch of three epochs
     ],
 )
 def test_the_load_of_a_client_is_that_of_the_last_phase(method, down, up, trainings, tests):

@@ -254,6 +254,13 @@ class TestDropout:
         assert "3 clients report, the sum needs 4" in missing(secure, np.arange(8), reported)
         assert not missing(replace(secure, least=3), np.arange(8), reported)
 
+    def test_the_least_number_is_exact(self):
+        """A share of 0.28 of 25 clients is 7, although the product in float64 is more."""
+        share = replace(SECURE, threshold=0.28, neighbours=24)
+        _, secure = share.of(Averaging.of(np.ones((1, 26)), 26), Address(0, 1, 1), np.arange(26))
+        assert share.least(25) == 7 and share.least(24) == 7 and share.least(26) == secure.least == 8
+        assert replace(share, threshold=0.56).least(25) == 14
+
 
 class TestRing:
     def test_a_sum_beyond_the_ring_is_refused_with_both_numbers(self):

@@ -42,6 +42,8 @@ def test_the_union_is_that_of_the_data_of_these_rounds(changing):
         assert all(torch.equal(found[i], torch.cat([part[i] for part in parts])) for i in (0, 1))
         assert torch.equal(getattr(union, read)(1)[1], getattr(changing.at(3), read)(1)[1])
         assert torch.equal(getattr(union, read)(2)[1], getattr(changing.at(6), read)(2)[1])
+    counts = [len(union.test(client)[1]) for client in range(6)]
+    assert union.num_test_samples(np.arange(6)).tolist() == counts and counts[0] > counts[2]
     versions = [union.data_version(client) for client in (0, 1, 2)]
     assert len(versions[0]) == 3 and versions[1:] == [changing.at(3).data_version(1), changing.at(6).data_version(2)]
 

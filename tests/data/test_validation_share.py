@@ -22,6 +22,8 @@ def test_the_share_is_rounded_and_leaves_a_sample_for_training():
             2,
             [[2, 0, 0]],
         ),  # 1.2, 0.4, 0.4: single samples stay for training, though their remainder is larger
+        ([8, 1, 1, 1], 6, [[6, 0, 0, 0]]),  # 4.4 and 0.5: also if the first class has to give two more
+        ([2, 1, 1, 1], 3, [[1, 1, 1, 0], [1, 1, 0, 1], [1, 0, 1, 1]]),  # 1.2, 0.6: then no class has others
         ([1, 1], 1, [[1, 0], [0, 1]]),  # no class has others
     ],
 )

@@ -545,13 +545,26 @@ class Weighing(ClientProgram):
         return loss_nK
 
 
-@pytest.mark.parametrize("program, passes, tests", [(ClientProgram(), 1, 0), (OwnHead(0.1), 2, 0), (Weighing(), 1, 1)])
-def test_the_plan_counts_the_passes_of_a_step(program, passes, tests):
-    """Of a step without training, on ones, and the pass over all samples whose losses weigh them."""
+class Contrasting(ClientProgram):
+    def loss(self, batch, held):
+        return batch.loss + sum(batch.forward(name).outputs.mean() for name in ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    "program, gradients, forwards, tests",
+    [
+        (ClientProgram(), 1, 0, 0),
+        (OwnHead(0.1), 1, 1, 0),
+        (Contrasting(), 1, 2, 0),
+        (Weighing(), 1, 0, 1),  # a pass over all samples, whose losses weigh them
+    ],
+)
+def test_the_plan_counts_the_passes_of_a_step(program, gradients, forwards, tests):
+    """Of a step without training, on ones; forward passes of its batches are tests."""
 
     one = stage("sequential")
     load = load_of(DryRounds(averaging(program), 4, 4, LOCAL, one.network.spec, one.federation.shape, size=8))
-    assert (load.trainings, load.tests) == (passes, tests)
+    assert (load.trainings, load.tests) == (gradients, LOCAL.epochs * forwards + tests)
 
 
 class TestPredicts:

@@ -55,6 +55,10 @@ def test_backward_transfer_is_of_each_client_until_its_next_change():
     found = recovery_frame(frame(scores), {4: [0, 1], 7: [0]}, 0.02, past_scores=reported)
     expected = [((0.7 - 0.9) + (0.5 - 0.8)) / 2, 0.2 - 0.8]
     assert found["backward_transfer"].tolist() == pytest.approx(expected, rel=1e-5)
+    del reported[8]  # which is not recorded if it is equal to that of round 6
+    found = recovery_frame(frame(scores), {4: [0, 1], 7: [0]}, 0.02, past_scores=reported)
+    expected = [((0.7 - 0.9) + (0.6 - 0.8)) / 2, 0.7 - 0.8]
+    assert found["backward_transfer"].tolist() == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.filterwarnings("error")

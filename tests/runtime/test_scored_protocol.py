@@ -47,6 +47,18 @@ def test_weights_are_numbers_of_test_samples(tmp_path):
     assert len(weighted.records) == len(plain.records)
 
 
+def test_past_data_have_the_weight_of_their_own_test_samples(tmp_path):
+    """Clients 0 and 1 exchange data of different size before round 2, and are tested on what they had."""
+    exchange = [{"round": 2, "change": [{"clients": [0, 1], "data_of": [1, 0]}]}]
+    values = merged(UNEVEN, {"evaluation": {"past": True, "weights": "samples"}, "output": str(tmp_path)})
+    result = simulate(Experiment(methods=["local"], schedule=exchange, **values))["local"]
+    samples = [result.test(client, round=1) for client in (0, 1)]
+    n_M = [len(y) for _, y in samples]
+    hits_M = [(result.personal_model(client)(x).argmax(1) == y).sum().item() for client, (x, y) in enumerate(samples)]
+    assert n_M[0] != n_M[1] and hits_M[0] * n_M[1] != hits_M[1] * n_M[0]
+    assert result.final["accuracy_past"] == pytest.approx(sum(hits_M) / sum(n_M))
+
+
 @pytest.mark.parametrize("view", ["label", "cluster"])
 def test_weights_of_shared_test_sets(view):
     """A client that is tested on some labels of a shared test set has the number of their samples as its weight."""

@@ -72,6 +72,14 @@ def test_lost_sums_are_counted():
     assert any(one.get("sums_lost") for one in found)
 
 
+def test_over_selected_clients_of_the_largest_sum():
+    """1.1 times 50 clients are 55, although the product in float64 is more: 55 x 74 < 2^12 <= 56 x 74."""
+    data, cohort = {"partition": {"clients": 60}}, {"clients": 50, "over_selection": 1.1}
+    prepare(
+        secure(data=data, cohort=cohort, clock={"kind": "constant"}, secure_aggregation={"levels": 148, "bits": 13})
+    )
+
+
 @pytest.mark.parametrize(
     "sections, message",
     [
