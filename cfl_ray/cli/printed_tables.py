@@ -18,7 +18,7 @@ from cfl_ray.core.events import drawn, phase_meanings
 from cfl_ray.errors import counted, duration
 from cfl_ray.errors.redaction import redact
 from cfl_ray.system.nested import leaves_of
-from cfl_ray.tracking.record import BEST_ROUND, further_of, primary_of, rejected_updates, validation_metric
+from cfl_ray.tracking.record import BEST_ROUND, primary_of, rejected_updates, validation_metric
 
 if TYPE_CHECKING:  # `cfl-ray status` does not wait for torch
     from cfl_ray.cli.live_client import RunStatus
@@ -94,12 +94,12 @@ def _width(column: Column) -> int:
     return max(len(line) for text in texts for line in text.splitlines())
 
 
-def comparison(results: "Results") -> Table:
-    """Returns a table with a row of metrics per evaluated method."""
+def comparison(results: "Results", further: Sequence[str] = ()) -> Table:
+    """Returns a table with a row of metrics per evaluated method. further: other metrics of the task."""
     score = score_of(results)
     evaluated = {label: result for label, result in results.methods.items() if result.final}
-    asked = {name: name.replace("_", "\n") for of in evaluated.values() for name in further_of(of.final)}
-    shown = {score: score, f"{score}_local": "P-local", **asked, **_CLUSTERS}
+    asked = {name: name.replace("_", "\n") for name in further}
+    shown = {score: score, f"{score}_local": "P-local"} | asked | _CLUSTERS
     others = {
         "reported": "reported",
         validation_metric(score): "validation",

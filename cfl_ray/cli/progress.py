@@ -23,7 +23,7 @@ from cfl_ray.results.study_folder import is_finished
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.setup.setup import Setup
 from cfl_ray.tracking import RoundRecord, where_to_look
-from cfl_ray.tracking.record import is_evaluated, why_early
+from cfl_ray.tracking.record import METRICS, is_evaluated, why_early
 
 WATCH_SECONDS = 2.0  # between two checks of the current round
 LONG_ROUND_SECONDS = 10.0  # the step of longer rounds is shown
@@ -107,6 +107,7 @@ class Display(Watcher):
         self.metrics: dict[str, str] = {}  # of the last evaluation, by method
         self.tested_on = ""
         self.experiment: Experiment | None = None  # once the run has started
+        self.further: list[str] = []  # metrics of its task that other runs do not have
         self.labels: list[str] = []  # of all methods, in order
         self.run_dir: Path | None = None
         self.at_work: tuple[str, int] | None = None  # method and last complete round
@@ -148,6 +149,7 @@ class Display(Watcher):
             self.progress.remove_task(self.preparation)
             self.preparation = None
         self.labels, self.run_dir, self.experiment = list(setup.methods), run_dir, setup.experiment
+        self.further = [metric.name for metric in setup.task.metrics if metric.name not in METRICS]
         federation, network = setup.federation, setup.network()
         groups = f", {counted(federation.num_groups, 'true group')}" if federation.num_groups else ""
         number = sum(tensor.numel() for tensor in network.frozen.values())
@@ -258,7 +260,7 @@ class Display(Watcher):
 
     def show_table(self, results: Results) -> None:
         """Prints the table of results and warnings about them."""
-        printed_tables.print_table(printed_tables.comparison(results), self.console)
+        printed_tables.print_table(printed_tables.comparison(results, self.further), self.console)
         is_weighted = self.experiment is not None and self.experiment.evaluation.weights == "samples"
         weights = ", weighted by their test samples" * is_weighted
         self._line(

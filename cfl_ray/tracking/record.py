@@ -160,12 +160,6 @@ def primary_of(metrics: Mapping[str, float]) -> str:
     return next((name for name in metrics if f"{name}_std" in metrics and test_metric(name) == name), "accuracy")
 
 
-def further_of(metrics: Mapping[str, float]) -> list[str]:
-    """Names of the other metrics of the task, as `evaluation.metrics` has them, among those of an evaluated round."""
-    known = {*METRICS, *score_metrics_of([primary_of(metrics)])}
-    return [name for name in metrics if name not in known and test_metric(name) == name]
-
-
 def is_evaluated(metrics: Mapping[str, float]) -> bool:
     """Whether these are the metrics of an evaluated round."""
     return primary_of(metrics) in metrics
