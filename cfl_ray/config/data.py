@@ -347,7 +347,7 @@ class ImagesDataConfig(PartsDataConfig):
         description="white: images are drawn on white | keep: a further channel, if the first "
         "image has it | drop: ignored, as by torchvision's ImageFolder",
     )
-    image_size: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=2, max_length=2)] | None = Field(
+    image_size: Annotated[list[Annotated[int, Field(ge=1, le=8192)]], Field(min_length=2, max_length=2)] | None = Field(
         None, description="[height, width] to which all images are resized; null: they must be of one size"
     )
     image_fit: Literal["stretch", "crop"] = Field(

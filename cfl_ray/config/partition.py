@@ -18,6 +18,11 @@ def _check_concentration(value: float) -> float:
     return value
 
 
+_SHARES = (
+    "concentration of the Dirichlet distribution over the clients of all samples (iid: quantity skew), or of a class's "
+    "samples over the clients that have it (classes; 1: all divisions are equally likely, up to rounding), so that "
+    "clients have random sizes; each has at least one of these samples. null: even shares, or sizes"
+)
 Alpha = Annotated[float, Field(gt=0), AfterValidator(_check_concentration)]
 
 
@@ -68,8 +73,7 @@ class IidConfig(PartitionConfig):
     )
     share_alpha: Alpha | None = Field(
         None,
-        description="concentration of the Dirichlet distribution of all samples over the clients, so that clients have "
-        "random sizes (quantity skew); each has at least one sample. null: sizes",
+        description=_SHARES,
     )
 
     @property
@@ -134,9 +138,7 @@ class ClassesConfig(LabelSkewConfig):
     )
     share_alpha: Alpha | None = Field(
         None,
-        description="concentration of the Dirichlet distribution of a class's samples over the clients that have it, "
-        "so that clients have random sizes (1: all divisions are equally likely, up to rounding); each has at least "
-        "one sample of the class. null: even shares",
+        description=_SHARES,
     )
 
     @model_validator(mode="after")

@@ -14,15 +14,12 @@ from cfl_ray.engine.task import TrainingTask
 _BLOCK = 256  # samples that are changed at once, so that they stay in the cache between changes
 
 
-def augmented(task: TrainingTask, black: Tensor) -> TrainingTask:
-    """The task on the augmented samples of its client; the same task if there are no augmentations.
-
-    black: of `black_of`.
-    """
+def augmented(task: TrainingTask) -> TrainingTask:
+    """The task on the augmented samples of its client, without augmentations that are left; else the same task."""
     local, at = task.local, task.address
     if not local.augment:
         return task
-    copies = -(-task.steps * task.batches_per_step // task.batches_per_epoch)
+    copies, black = task.epochs, torch.zeros(()) if task.black is None else task.black
     draw = stream(at.seed, at.round, at.exchange, task.client, "augment")
     inputs = task.x.new_empty(copies, *task.x.shape)
     with naming_client(task.client, "augmenting its samples"):
@@ -35,13 +32,14 @@ def augmented(task: TrainingTask, black: Tensor) -> TrainingTask:
     held, weight_n = task.held, task.held.weight_n
     if weight_n is not None:
         held = replace(held, weight_n=weight_n.repeat(copies))
-    return replace(task, x=inputs.flatten(0, 1), y=torch.cat([task.y] * copies), held=held, copies=copies)
+    x, y, local = inputs.flatten(0, 1), torch.cat([task.y] * copies), replace(local, augment=())
+    return replace(task, x=x, y=y, local=local, held=held, copies=copies)
 
 
-def black_of(data: Federation) -> Tensor:
-    """The value of black in each channel (C, 1, 1); () if the inputs are not images."""
+def black_of(data: Federation) -> Tensor | None:
+    """The value of black in each channel (C, 1, 1); None if the inputs are not images."""
     if len(data.shape.input) != 3:
-        return torch.zeros(())
+        return None
     if data.normalize is None:
         return torch.zeros(data.shape.input[0], 1, 1)
     mean, deviation = (torch.tensor(part, dtype=torch.float32) for part in data.normalize)

@@ -1,17 +1,15 @@
 """A chunk during its execution by a worker: its clients' models, stored values and valid samples."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from cfl_ray.core.work import TEST, Exclusion, Rows, Work
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine.attack import Attack
-from cfl_ray.engine.augmented import augmented
 from cfl_ray.engine.engine import Engine, NotTrained
 from cfl_ray.engine.engines import ENGINES, SEQUENTIAL
 from cfl_ray.engine.failure import naming_client
@@ -46,16 +44,16 @@ class Trainer:
     engine: str
     configured: bool = False  # the user named the engine
     last_batch: int = 0  # of `EngineChoice`
-    black: Tensor = field(default_factory=lambda: torch.zeros(()))  # of the clients' inputs, for `augmented`
+    black: Tensor | None = None  # `TrainingTask.black` of all clients
     fallbacks: set[str] = field(default_factory=set)  # reasons why clients were trained sequentially, each a line
 
     def __call__(self, task: TrainingTask) -> TrainingResult:
         """Trains one client. Raises DeviceMemoryError if the memory of the device is too small for it."""
-        return train_alone(self.network.memory, self.augmented(task), self._train)
+        return train_alone(self.network.memory, self.with_black(task), self._train)
 
-    def augmented(self, task: TrainingTask) -> TrainingTask:
-        """The task on the augmented samples of the client."""
-        return augmented(task, self.black)
+    def with_black(self, task: TrainingTask) -> TrainingTask:
+        """The task with the value of black that its augmentations need."""
+        return replace(task, black=self.black) if task.local.augment else task
 
     def fall_back(self, reason: str) -> None:
         """Records why clients are trained sequentially."""

@@ -95,7 +95,7 @@ def _training_without_shortcut(task: TrainingTask) -> str | None:
         return reason
     if task.steps <= 1:
         return "there is one local step"
-    if task.local.augment:
+    if task.local.augment or task.copies > 1:
         return "samples are augmented, and so other ones in every step"
     if (task.local.batch_size or len(task.y)) < len(task.y):
         return "batches are smaller than a client's data"

@@ -70,6 +70,7 @@ class TrainingTask:
     address: Address
     program: ClientProgram = ClientProgram()
     held: HeldByClient = HeldByClient()
+    black: Tensor | None = None  # (C, 1, 1): of the samples, if they are images and `local.augment` changes them
     copies: int = 1  # copies of the client's samples in x and y, one after another, for one local epoch each
     only_summed: bool = False  # whether the result is only summed; its row may then stay on the device
     last_batch: int = 0  # samples of the batches of a second program of `compiled` (`EngineChoice.last_batch`)
@@ -88,6 +89,11 @@ class TrainingTask:
     def batches_per_epoch(self) -> int:
         """Number of batches of one local epoch."""
         return int(self.local.batches_of(self.size, self.batches_per_step))
+
+    @property
+    def epochs(self) -> int:
+        """Number of local epochs that the steps reach."""
+        return -(-self.steps * self.batches_per_step // self.batches_per_epoch)
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -119,9 +125,10 @@ class TrainingTask:
 
     def _of_copies(self, batches: Iterator[np.ndarray | None]) -> Iterator[np.ndarray]:
         """The same batches, each from the copy of its epoch."""
+        size, per_epoch = self.size, self.batches_per_epoch
         for number, batch in enumerate(batches):
-            first = number // self.batches_per_epoch * self.size
-            yield np.arange(first, first + self.size) if batch is None else batch + first
+            first = number // per_epoch * size
+            yield np.arange(first, first + size) if batch is None else batch + first
 
     def batches_on(self, device: torch.device) -> Iterator[BatchIndex]:
         """The indices of `batches`; for a device other than the CPU, as tensors on it, copied in one transfer."""

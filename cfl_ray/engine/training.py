@@ -247,7 +247,7 @@ def _tasks_of(
     for chunk, indices in parts:
         together = _tasks_together(chunk, indices)
         places.extend((chunk, index) for index in together)
-        yield from map(chunk.train_one.augmented, together.values())  # in memory as long as they are trained
+        yield from map(chunk.train_one.with_black, together.values())
 
 
 def _tasks_together(chunk: OpenChunk[Train], indices: Iterable[int]) -> dict[int, TrainingTask]:

@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 
 from cfl_ray.core.global_generators import is_users, states
+from cfl_ray.engine.augmented import augmented
 from cfl_ray.engine.failure import ClientFailure, naming_client
 from cfl_ray.engine.task import TrainingTask
 from cfl_ray.errors import RunError, counted, first_line
@@ -32,12 +33,12 @@ def train_alone(memory: DeviceMemory, task: TrainingTask, train: Callable[[Train
     Raises DeviceMemoryError if the client still does not fit.
     """
     with suppress(torch.OutOfMemoryError):
-        return train(task)
+        return train(augmented(task))
     memory.drop_caches()
     free = memory.free()
     memory.begin_peak()
     try:
-        return train(task)
+        return train(augmented(task))
     except torch.OutOfMemoryError as error:
         raise DeviceMemoryError(
             f"client {task.client} does not fit into the memory of {memory.device}: training this one client, with "
@@ -51,7 +52,7 @@ def train_alone(memory: DeviceMemory, task: TrainingTask, train: Callable[[Train
 def kind_of(tasks: Sequence[TrainingTask]) -> Hashable:
     """Key of the memory that a client of `tasks` needs, with its samples rounded up to a power of two."""
     first = tasks[0]
-    samples = max(len(task.y) for task in tasks)
+    samples = max(task.size * (task.epochs if task.local.augment else task.copies) for task in tasks)
     batch = max(int(first.local.batch_of(task.size, first.batches_per_step)) for task in tasks)
     local = first.local
     moments = (bool(local.momentum), local.optimizer is not None)
@@ -75,7 +76,8 @@ def in_batches(
 ) -> Iterator[tuple[list[TrainingTask], Result]]:
     """Trains all tasks, as many at once as the memory allows. Yields each vmap batch with its result, in order.
 
-    A batch that runs out of memory is trained again in halves. Random draws have keys, so the results do not change.
+    Samples are augmented batch by batch. A batch that runs out of memory is trained again in halves. Random draws have
+    keys, so the results do not change.
     engine: name of the engine, because engines need different amounts of memory.
     """
     source, waiting = iter(tasks), list[TrainingTask]()
@@ -97,7 +99,7 @@ def in_batches(
             if memory.measuring:
                 memory.begin_peak()
             with suppress(torch.OutOfMemoryError):
-                result = train(batch)
+                result = train([augmented(task) for task in batch])
             if result is None:  # outside the context: the error holds the tensors of the batch
                 memory.did_not_fit(kind, len(batch))
                 continue

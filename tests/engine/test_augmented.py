@@ -15,6 +15,7 @@ from cfl_ray.core.local_sgd import ExampleNoise, LocalSGD
 from cfl_ray.core.work import Address
 from cfl_ray.engine.augmented import augmented, black_of
 from cfl_ray.engine.task import HeldByClient, TrainingTask
+from cfl_ray.engine.vmap_batches import in_batches, train_alone
 from cfl_ray.errors import ConfigError, RunError
 from cfl_ray.methods.fedavg import FedAvg
 
@@ -80,7 +81,7 @@ def task(size, steps, augment, y=None, weight_n=None, **local):
 def test_every_epoch_has_samples_of_its_own():
     """Ten samples in batches of four: three batches an epoch, of which the third epoch has one."""
     before = task(10, 7, [by_draw], batch_size=4, weight_n=torch.arange(10.0))
-    after = augmented(before, torch.zeros(()))
+    after = augmented(before)
     assert (after.size, after.copies, len(after.y), after.tail, before.tail) == (10, 3, 30, 3, 3)
     for number, (index, plain) in enumerate(zip(after.batches(), before.batches(), strict=True)):
         assert np.array_equal(index % 10, plain) and set(index // 10) == {number // 3}
@@ -98,7 +99,7 @@ def test_batches_are_those_without_augmentation(batch_size, drop_last, per_step)
         batches_per_step = per_step
 
     before = task(10, 4, ["flip"], batch_size=batch_size, drop_last=drop_last, program=Several())
-    after = augmented(before, torch.zeros(()))
+    after = augmented(before)
     pairs = list(zip(after.batches(), before.batches(), strict=True))
     assert len(pairs) == 4 * per_step
     epoch = [(np.arange(10) if plain is None else plain, index) for index, plain in pairs]
@@ -108,7 +109,7 @@ def test_batches_are_those_without_augmentation(batch_size, drop_last, per_step)
 
 def test_poisson_batches_are_of_the_copy_of_their_epoch():
     before = task(10, 6, ["flip"], batch_size=4, examples=ExampleNoise(1.0, 1.0))
-    after = augmented(before, torch.zeros(()))
+    after = augmented(before)
     for number, (index, plain) in enumerate(zip(after.batches(), before.batches(), strict=True)):
         assert np.array_equal(index - number // 3 * 10, plain)
 
@@ -117,22 +118,22 @@ def test_draws_follow_from_seed_round_exchange_and_client():
     """Also those of PyTorch's generator, which a function of the user draws from."""
     for change in (by_draw, by_torch):
         one = task(4, 2, [change])
-        x = augmented(one, torch.zeros(())).x
+        x = augmented(one).x
         torch.manual_seed(9)
-        assert torch.equal(x, augmented(one, torch.zeros(())).x)
-        assert torch.equal(x[:4], augmented(replace(one, steps=1), torch.zeros(())).x)
+        assert torch.equal(x, augmented(one).x)
+        assert torch.equal(x[:4], augmented(replace(one, steps=1)).x)
         for other in (
             replace(one, client=4),
             replace(one, address=Address(5, 3, 1)),
             replace(one, address=Address(6, 2, 1)),
         ):
-            assert not torch.equal(x, augmented(other, torch.zeros(())).x)
+            assert not torch.equal(x, augmented(other).x)
         assert not torch.equal(x[:4], x[4:])
 
 
 def test_changes_are_applied_in_their_order():
     one = task(3, 1, [{rolled: {"by": 2}}, by_draw])
-    found = augmented(one, torch.zeros(())).x - one.x.roll(2, -1)
+    found = augmented(one).x - one.x.roll(2, -1)
     assert close(found, found.flatten()[0].expand_as(found), 1e-6)
 
 
@@ -143,7 +144,19 @@ def test_black_is_what_zero_became():
     assert close(black_of(federation), torch.tensor([-2.0, -0.4])[:, None, None], 1e-6)
     federation.normalize = [[0.5], [0.25]]
     assert black_of(federation).flatten().tolist() == [-2.0, -2.0]
-    assert black_of(uneven([2], (5,))).shape == ()
+    assert black_of(uneven([2], (5,))) is None
+
+
+def test_clients_are_augmented_as_they_are_trained():
+    """Those that wait for a batch hold their own samples alone."""
+    network, tasks = (
+        Stage(uneven([4], SHAPE), lambda: nn.Linear(5, 3)).network,
+        [task(4, 2, ["flip"]) for _ in range(3)],
+    )
+    copies = lambda batch: [one.copies for one in batch]
+    ((batch, trained),) = in_batches(network.memory, tasks, copies, "vectorised")
+    assert copies(batch) == [1, 1, 1] and trained == [2, 2, 2]
+    assert train_alone(network.memory, tasks[0], lambda one: one.copies) == 2
 
 
 @pytest.mark.parametrize("engine", ["sequential", "manual", "vectorised", "compiled", "span"])
@@ -153,14 +166,17 @@ def test_every_engine_trains_on_the_same_samples(engine, local):
     augment = resolve_augmentations([{"crop": {"padding": 1}}, "flip"])
     module = lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(36, 3))
     sgd = LocalSGD(epochs=2, lr=0.1, augment=augment, **local)
-    one = Stage(uneven([7, 5], SHAPE), module, sgd, engine)
+    federation = uneven([7, 5], SHAPE)
+    federation.normalize = [[0.5, 0.1], [0.25]]
+    one = Stage(federation, module, sgd, engine)
     found = one.play(FedAvg(), [0, 1]).models_KP[0]
     rows = []
     for client in (0, 1):
         x, y = one.federation.train(client)
         steps = int(sgd.steps_of(np.array([len(y)]))[0])
         plain = TrainingTask(client, one.model(), x, y, steps, sgd, Address(0, 1, 1))
-        changed = augmented(plain, torch.zeros(2, 1, 1))
+        changed = augmented(replace(plain, black=black_of(federation)))
+        assert augmented(changed) is changed
         net = module()
         one.network.load(one.model())
         net.load_state_dict({k: v.clone() for k, v in one.network.module.state_dict().items()})
@@ -214,4 +230,4 @@ def test_a_result_of_another_shape_is_an_error():
         return x[..., ::2]
 
     with pytest.raises(RunError, match=r"halved.* returned .*\(3, 2, 6, 3\).*expected .*\(3, 2, 6, 5\)"):
-        augmented(task(3, 1, [halved]), torch.zeros(()))
+        augmented(task(3, 1, [halved]))
